@@ -1,0 +1,1 @@
+"""Host code around the kernel: load, parse, call, format."""

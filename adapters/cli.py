@@ -1,0 +1,86 @@
+"""The `posttrainllm` command. Names its commands by import string, so that --help imports none of them."""
+
+import importlib
+import logging
+import sys
+from typing import Any, NoReturn
+
+import click
+
+from posttrainllm.kernel.errors import PosttrainllmError, UsageError
+
+__all__ = ["cli", "main"]
+
+_COMMANDS = {
+    "sample": ("posttrainllm.adapters.sample.command:sample", "Decode one prompt, with a draft or without."),
+}
+
+
+class _LazyGroup(click.Group):
+    """A group whose commands are imported when they are called, and whose errors are one line each."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _COMMANDS:
+            return None
+        module, _, name = _COMMANDS[cmd_name][0].partition(":")
+        command = getattr(importlib.import_module(module), name)
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, _COMMANDS[name][1]) for name in self.list_commands(ctx)])
+
+    def main(self, *args: Any, **kwargs: Any) -> NoReturn:  # type: ignore[override] # we always exit
+        logging.basicConfig(format="warning: %(message)s", level=logging.WARNING)
+        kwargs["standalone_mode"] = False
+        try:
+            code = super().main(*args, **kwargs)
+        except click.exceptions.NoArgsIsHelpError as error:
+            click.echo(error.format_message(), err=True)
+            code = 2
+        except click.ClickException as error:
+            code = _fail(error.format_message(), error.exit_code)
+        except UsageError as error:
+            code = _fail(str(error), 2)
+        except PosttrainllmError as error:
+            code = _fail(str(error), 1)
+        except (click.Abort, KeyboardInterrupt):
+            code = 130
+        sys.exit(code if isinstance(code, int) else 0)
+
+
+def _fail(message: str, code: int) -> int:
+    click.echo(f"error: {' '.join(message.split())}", err=True)
+    return code
+
+
+def _print_version(ctx: click.Context, _: click.Parameter, value: bool) -> None:
+    if not value or ctx.resilient_parsing:
+        return
+    import posttrainllm
+    from posttrainllm.adapters.runtime import start
+
+    click.echo(f"posttrainllm {posttrainllm.__version__} ({start().description})")
+    ctx.exit()
+
+
+@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_print_version,
+    help="Print the versions, the device and the BLAS in use, and exit.",
+)
+def cli() -> None:
+    """Speculative decoding for MLX: exact, deterministic, replayable."""
+
+
+def main() -> NoReturn:
+    """Entry point of the console command."""
+    cli.main(prog_name="posttrainllm")

@@ -1,0 +1,264 @@
+"""The one host loop: prefill, insert, step, one read.
+
+An engine has fixed shapes for life: B rows, capacity C, window W, prefill chunk P. Bits may differ when they differ,
+so rows of different engines never share a step. MLX checks no index: every id, length and limit is checked here first.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+
+import attrs
+import mlx.core as mx
+import numpy as np
+
+from posttrainllm.adapters.loading.memory import check_kv
+from posttrainllm.adapters.loading.pair import Pair
+from posttrainllm.kernel.cache import insert_row
+from posttrainllm.kernel.config import Mode, StepConfig
+from posttrainllm.kernel.draft import Draft
+from posttrainllm.kernel.errors import CapacityError
+from posttrainllm.kernel.noise import root_key
+from posttrainllm.kernel.pure_step import Prefill, Step, compile_prefill, compile_step
+from posttrainllm.kernel.state import DecodeState, KVCache, Sampling, StepOutput
+
+__all__ = ["Engine", "RowRequest", "RowStep", "capacity_for", "prefill_chunk"]
+
+_BUCKET = 256  # one capacity for many prompts: every capacity is a trace of its own
+
+
+@attrs.frozen(kw_only=True)
+class RowRequest:
+    """One request as a row of the engine sees it; values are checked by whoever made it."""
+
+    prompt: Sequence[int]
+    limit: int
+    """Length, prompt included, at which the row stops."""
+    seed: int = 0
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    draft_k: int = 0
+    coupled: bool = False
+
+    @property
+    def mode(self) -> Mode:
+        """The smallest step that serves it."""
+        if self.temperature == 0:
+            return "greedy"
+        filtered = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+        return "filtered" if filtered else "sampled"
+
+
+@attrs.frozen(kw_only=True)
+class RowStep:
+    """What one step did to one row, on the host."""
+
+    tokens: tuple[int, ...]
+    proposed: int
+    accepted: int
+    finite: bool
+    margins: tuple[float, ...]
+    """Top-2 logit margins of the emitted ids; empty unless the engine has diagnostics."""
+
+
+def capacity_for(length: int, width: int) -> int:
+    """Cache slots for a row that grows to `length`: a multiple of 256 that also holds a window and the scratch slot."""
+    return -(-(length + width) // _BUCKET) * _BUCKET
+
+
+def prefill_chunk(device: str) -> int:
+    """Tokens a prompt chunk: large ones keep a GPU busy, small ones waste less of a CPU on padding."""
+    return 512 if device == "gpu" else 64
+
+
+class Engine:
+    """B rows of one pair, stepped together.
+
+    Args:
+        pair: the models. With a draft, `width` - 1 tokens are proposed a step; without one, the step is plain.
+        rows: B.
+        capacity: C; a row may grow to C - 1.
+        width: W.
+        diagnostics: whether steps report logit margins.
+        compiled: False runs steps operation by operation.
+
+    Raises:
+        MemoryLimitError: the caches cannot fit; said before they are allocated.
+    """
+
+    def __init__(
+        self,
+        pair: Pair,
+        *,
+        capacity: int,
+        width: int,
+        rows: int = 1,
+        diagnostics: bool = False,
+        compiled: bool = True,
+    ) -> None:
+        self.pair, self.rows, self.capacity, self.width = pair, rows, capacity, width
+        self.steps = 0
+        self._compiled = compiled and pair.runtime.compiled
+        self._diagnostics = diagnostics
+        self._chunk = prefill_chunk(pair.runtime.device)
+        # a second step in flight hides the host behind a GPU; on the CPU it gains nothing
+        self._depth = 1 if pair.runtime.device == "gpu" else 0
+        self._models = [pair.target] if pair.draft is None else [pair.target, pair.draft]
+        check_kv(sum(_kv_bytes(model.kv_shapes, model.kv_dtype.size, rows, capacity) for model in self._models))
+        self._prefills: list[Prefill] = [
+            compile_prefill(model.forward, compiled=self._compiled) for model in self._models
+        ]
+        self._compiled_steps: dict[Mode, Step] = {}
+        self._requests: list[RowRequest | None] = [None] * rows
+        self._epochs = [0] * rows
+        self._in_flight: deque[tuple[tuple[int, ...], StepOutput]] = deque()
+        kv = [model.make_kv(rows, capacity) for model in self._models]
+        self._state: DecodeState | None = DecodeState(
+            tokens=mx.zeros((rows, capacity), dtype=mx.int32),
+            length=mx.zeros((rows,), dtype=mx.int32),
+            limit=mx.zeros((rows,), dtype=mx.int32),
+            target_kv=kv[0],
+            draft_kv=kv[1] if len(kv) > 1 else (),
+            key=mx.zeros((rows, 2), dtype=mx.uint32),
+        )
+        self._sampling = self._make_sampling()
+
+    def insert(self, row: int, request: RowRequest) -> None:
+        """Prefill a prompt and put it in a row, whose old contents are overwritten whole.
+
+        Args:
+            row: 0 <= row < B.
+            request: the prompt and how to sample.
+
+        Raises:
+            CapacityError: an id, the prompt or the limit does not fit.
+        """
+        self._check(row, request)
+        length, tokens = len(request.prompt), np.zeros((1, self.capacity), dtype=np.int32)
+        tokens[0, :length] = request.prompt
+        caches = [self._prefill(index, tokens, length - 1) for index in range(len(self._models))]
+        state, self._state = self._take(), None
+        values = {
+            "tokens": mx.array(tokens),
+            "length": mx.array([length], dtype=mx.int32),
+            "limit": mx.array([request.limit], dtype=mx.int32),
+            "key": root_key(request.seed)[None],
+        }
+        changed = {name: insert_row(getattr(state, name), value, row) for name, value in values.items()}
+        target_kv = _insert_kv(state.target_kv, caches[0], row)
+        draft_kv = _insert_kv(state.draft_kv, caches[1], row) if len(caches) > 1 else ()
+        self._state = attrs.evolve(state, target_kv=target_kv, draft_kv=draft_kv, **changed)
+        del state, caches
+        mx.eval(self._state.to_tree())
+        self._requests[row] = request
+        self._epochs[row] += 1
+        self._sampling = self._make_sampling()
+
+    def release(self, row: int) -> None:
+        """Make a row idle; a step in flight for it is forgotten."""
+        state = self._take()
+        limit = insert_row(state.limit, mx.zeros((1,), dtype=mx.int32), row)
+        self._state = attrs.evolve(state, limit=limit)
+        self._requests[row] = None
+        self._epochs[row] += 1
+
+    def step(self) -> dict[int, RowStep]:
+        """Run one step for all rows and read it.
+
+        Returns:
+            What each occupied row emitted, by row; a row at its limit emits nothing more.
+        """
+        while len(self._in_flight) <= self._depth:
+            self._launch()
+        epochs, output = self._in_flight.popleft()
+        self.steps += 1
+        tokens, emitted = np.array(output.tokens), np.array(output.emitted)
+        proposed, accepted = np.array(output.proposed), np.array(output.accepted)
+        finite, margin = np.array(output.finite), np.array(output.margin)
+        return {
+            row: RowStep(
+                tokens=tuple(tokens[row, : emitted[row]].tolist()),
+                proposed=int(proposed[row]),
+                accepted=int(accepted[row]),
+                finite=bool(finite[row]),
+                margins=tuple(margin[row, : emitted[row]].tolist()),
+            )
+            for row in range(self.rows)
+            if self._requests[row] is not None and epochs[row] == self._epochs[row]
+        }
+
+    def _launch(self) -> None:
+        modes: list[Mode] = [request.mode for request in self._requests if request is not None]
+        mode: Mode = "filtered" if "filtered" in modes else "sampled" if "sampled" in modes else "greedy"
+        step = self._step_for(mode)
+        # nothing may hold the old state while the new one is evaluated, or its buffers are copied
+        state, self._state = self._take(), None
+        self._state, output = step(state, self._sampling)
+        del state
+        mx.async_eval(self._state.to_tree(), output.to_tree())
+        self._in_flight.append((tuple(self._epochs), output))
+
+    def _step_for(self, mode: Mode) -> Step:
+        if mode not in self._compiled_steps:
+            config = StepConfig(
+                width=self.width, vocab_size=self.pair.vocab_size, mode=mode, diagnostics=self._diagnostics
+            )
+            model = self.pair.draft
+            draft = model and Draft(forward=model.forward, vocab_size=model.vocab_size, context=model.context)
+            self._compiled_steps[mode] = compile_step(config, self.pair.target.forward, draft, compiled=self._compiled)
+        return self._compiled_steps[mode]
+
+    def _prefill(self, index: int, tokens: np.ndarray, count: int) -> KVCache:
+        """The cache of one row with positions [0, count) written, in chunks at absolute multiples of P."""
+        kv = self._models[index].make_kv(1, self.capacity)
+        last_id = self._models[index].vocab_size - 1  # a draft may know fewer ids than the target
+        for start in range(0, count, self._chunk):
+            chunk = np.zeros((1, self._chunk), dtype=np.int32)
+            known = tokens[:, start : min(start + self._chunk, count)]
+            chunk[:, : known.shape[1]] = np.minimum(known, last_id)
+            kv = self._prefills[index](mx.array(chunk), kv, mx.array([start], dtype=mx.int32))
+            mx.eval(kv)
+        return kv
+
+    def _make_sampling(self) -> Sampling:
+        idle = RowRequest(prompt=(), limit=0)
+        requests = [request or idle for request in self._requests]
+        return Sampling(
+            temperature=mx.array([request.temperature for request in requests], dtype=mx.float32),
+            top_k=mx.array([request.top_k for request in requests], dtype=mx.int32),
+            top_p=mx.array([request.top_p for request in requests], dtype=mx.float32),
+            min_p=mx.array([request.min_p for request in requests], dtype=mx.float32),
+            draft_k=mx.array([request.draft_k for request in requests], dtype=mx.int32),
+            coupled=mx.array([request.coupled for request in requests], dtype=mx.bool_),
+        )
+
+    def _take(self) -> DecodeState:
+        assert self._state is not None, "a step failed and took the state with it"
+        return self._state
+
+    def _check(self, row: int, request: RowRequest) -> None:
+        if not 0 <= row < self.rows:
+            raise CapacityError(f"row: got {row}, expected 0 to {self.rows - 1}")
+        if not request.prompt:
+            raise CapacityError("prompt: got no token, expected 1 or more")
+        vocab_size = self.pair.target.vocab_size
+        for index in request.prompt:
+            if not 0 <= index < vocab_size:
+                raise CapacityError(f"prompt: got token id {index}, expected 0 to {vocab_size - 1}")
+        if not len(request.prompt) < request.limit < self.capacity:
+            raise CapacityError(
+                f"limit: got {request.limit} for a prompt of {len(request.prompt)} tokens, "
+                f"expected more than the prompt and less than the capacity {self.capacity}"
+            )
+
+
+def _insert_kv(kv: KVCache, row_kv: KVCache, row: int) -> KVCache:
+    return tuple(
+        (insert_row(keys, row_keys, row), insert_row(values, row_values, row))
+        for (keys, values), (row_keys, row_values) in zip(kv, row_kv, strict=True)
+    )
+
+
+def _kv_bytes(shapes: Sequence[tuple[int, int, int]], element: int, rows: int, capacity: int) -> int:
+    return sum(rows * heads * capacity * (key + value) * element for heads, key, value in shapes)

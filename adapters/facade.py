@@ -1,0 +1,85 @@
+"""The Python API: load, stream, generate. Mapped into the root package `posttrainllm`."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from posttrainllm.adapters.loading.pair import Pair, load_pair
+from posttrainllm.adapters.params import SamplingParams
+
+if TYPE_CHECKING:  # it imports MLX, and the BLAS must come first
+    from posttrainllm.adapters.generation import Chunk, Generation, Result
+
+__all__ = ["generate", "load", "stream"]
+
+
+def load(
+    *,
+    model: str | Path | None = None,
+    draft_model: str | Path | None = None,
+    speculate: bool = True,
+    dtype: str = "auto",
+) -> Pair:
+    """Load a target and a draft.
+
+    With no argument this is the embedded pair; a draft alone gets the embedded target; a model alone decodes plainly.
+
+    Args:
+        model: directory of the target, in Hugging Face / mlx-lm layout.
+        draft_model: directory of the draft; its tokenizer must agree with the target's.
+        speculate: False loads no draft.
+        dtype: "auto", "float32", "float16" or "bfloat16", for both models.
+
+    Returns:
+        The pair, to pass to `stream` and `generate`.
+
+    Raises:
+        PosttrainllmError: see `posttrainllm.kernel.errors`.
+    """
+    return load_pair(model, draft_model, speculate=speculate, dtype=dtype)
+
+
+def stream(
+    *, pair: Pair, prompt: str | Sequence[int], draft_k: int = 4, plain_width: int = 1, **options: Any
+) -> "Iterator[Chunk]":
+    """Decode and yield what each step adds.
+
+    Args:
+        pair: from `load`.
+        prompt: text, or token ids.
+        draft_k: tokens the draft proposes a step, 1 to 32.
+        plain_width: width of the target's forward where there is no draft, 1 to 33.
+        **options: the fields of `posttrainllm.adapters.params.SamplingParams`: max_tokens, temperature, top_p, top_k,
+            min_p, seed, accept_rule, stop, ignore_eos.
+
+    Yields:
+        Chunks with `text`, `token_ids` and, on the last one, `finish_reason`.
+
+    Raises:
+        UsageError: an option is unknown or out of range.
+        CapacityError: the prompt does not fit.
+        NonFiniteError: the target's logits were not finite.
+    """
+    yield from _generation(pair, prompt, draft_k, plain_width, options)
+
+
+def generate(
+    *, pair: Pair, prompt: str | Sequence[int], draft_k: int = 4, plain_width: int = 1, **options: Any
+) -> "Result":
+    """Decode to the end; arguments and errors are those of `stream`.
+
+    Returns:
+        Text, ids, why it ended, token counts and timings.
+    """
+    generation = _generation(pair, prompt, draft_k, plain_width, options)
+    for _ in generation:
+        pass
+    return generation.result()
+
+
+def _generation(
+    pair: Pair, prompt: str | Sequence[int], draft_k: int, plain_width: int, options: dict[str, Any]
+) -> "Generation":
+    from posttrainllm.adapters.generation import Generation
+
+    return Generation(pair, prompt, SamplingParams.from_options(options), draft_k=draft_k, plain_width=plain_width)

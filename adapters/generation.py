@@ -1,0 +1,241 @@
+"""One request from prompt ids to text, on an engine of its own."""
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, TypeAlias
+
+import attrs
+import mlx.core as mx
+
+from posttrainllm.adapters.engine import Engine, RowRequest, RowStep, capacity_for
+from posttrainllm.adapters.loading.pair import Pair
+from posttrainllm.adapters.params import MAX_DRAFT_K, SamplingParams
+from posttrainllm.adapters.text import IncrementalDecoder, StopMatcher
+from posttrainllm.kernel.errors import CapacityError, NonFiniteError, UsageError
+
+__all__ = ["Chunk", "FinishReason", "Generation", "Result", "Timings", "Usage"]
+
+FinishReason: TypeAlias = Literal["stop", "length", "cancelled"]
+
+
+@attrs.frozen(kw_only=True)
+class Chunk:
+    """What one step added."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    """Set on the last chunk."""
+
+
+@attrs.frozen(kw_only=True)
+class Usage:
+    """Token counts; proposals past the end and accepted ids that were cut are not counted."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    draft_proposed: int
+    draft_accepted: int
+    accept_rate: float | None
+    """draft_accepted / draft_proposed; None when nothing was proposed."""
+
+
+@attrs.frozen(kw_only=True)
+class Timings:
+    """Seconds and rates. Decoding is clocked from the end of the first step, which also traces and compiles."""
+
+    prefill_s: float
+    ttft_s: float
+    decode_s: float
+    decode_tokens_per_s: float | None
+    """Ids after the first step by `decode_s`; None when there was no second step."""
+    steps: int
+    tokens_per_step: float | None
+
+
+@attrs.frozen(kw_only=True)
+class Result:
+    """A finished or cancelled generation."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    usage: Usage
+    timings: Timings
+    peak_memory_bytes: int
+    seed: int
+    model: str
+    draft_model: str | None
+    draft_k: int | None
+    accept_rule: str | None
+    device: str
+    dtype: str
+    blas: str | None
+    speculative: dict[str, Any]
+    """`enabled`, and the `reason` when it is not."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain dictionaries and lists, for JSON."""
+        return attrs.asdict(self)
+
+
+class Generation:
+    """An iterator over what each step adds; `result()` at any time says what there is so far.
+
+    Args:
+        pair: the models; with a draft the request is decoded speculatively.
+        prompt: ids, or text to encode.
+        params: the request.
+        draft_k: K, with a draft.
+        plain_width: W, without one; K + 1 makes it the reference of a speculative run.
+
+    Raises:
+        UsageError: `draft_k` or `plain_width` is out of range.
+        CapacityError: the prompt is empty, too long, or has an id that the model lacks.
+        MemoryLimitError: the caches cannot fit.
+    """
+
+    def __init__(
+        self,
+        pair: Pair,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        *,
+        draft_k: int = 4,
+        plain_width: int = 1,
+    ) -> None:
+        if not 1 <= draft_k <= MAX_DRAFT_K:
+            raise UsageError(f"draft-k: got {draft_k}, expected 1 to {MAX_DRAFT_K}")
+        if not 1 <= plain_width <= MAX_DRAFT_K + 1:
+            raise UsageError(f"plain-width: got {plain_width}, expected 1 to {MAX_DRAFT_K + 1}")
+        self.pair, self.params = pair, params
+        self._draft_k = draft_k if pair.draft is not None else 0
+        self._prompt = pair.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        context = pair.target.context
+        if len(self._prompt) >= context:
+            raise CapacityError(f"prompt: got {len(self._prompt)} tokens, expected fewer than the context of {context}")
+        limit = min(len(self._prompt) + params.max_tokens, context)
+        self._count = limit - len(self._prompt)
+        width = draft_k + 1 if pair.draft is not None else plain_width
+        self._request = RowRequest(
+            prompt=self._prompt,
+            limit=limit,
+            seed=params.seed,
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            min_p=params.min_p,
+            draft_k=self._draft_k,
+            coupled=params.accept_rule == "coupled",
+        )
+        self._engine = Engine(pair, capacity=capacity_for(limit, width), width=width)
+        self._decoder = IncrementalDecoder(pair.tokenizer)
+        self._matcher = StopMatcher(params.stop)
+        self._text: list[str] = []
+        self._ids: list[int] = []
+        self._proposed = self._accepted = 0
+        self._reason: FinishReason | None = None
+        self._first_count = 0
+        self._prefill_s = self._ttft_s = self._decode_s = 0.0
+
+    def __iter__(self) -> Iterator[Chunk]:
+        """Prefill, then step until the end.
+
+        Raises:
+            NonFiniteError: the target's logits were not finite; the step is named.
+        """
+        started = time.perf_counter()
+        self._engine.insert(0, self._request)
+        self._prefill_s = time.perf_counter() - started
+        while self._reason is None:
+            chunk = self._absorb(self._engine.step()[0])
+            now = time.perf_counter() - started
+            if self._first_count == 0:
+                self._ttft_s, self._first_count = now, len(self._ids)
+            self._decode_s = now - self._ttft_s
+            yield chunk
+
+    def cancel(self) -> Chunk:
+        """End early and return the text still held back; what was decoded stays."""
+        if self._reason is not None:
+            return Chunk(text="", token_ids=(), finish_reason=self._reason)
+        self._reason = "cancelled"
+        return self._chunk(self._tail(), ())
+
+    def result(self) -> Result:
+        """What there is: the whole once the iterator has ended."""
+        pair, steps, completed = self.pair, self._engine.steps, len(self._ids)
+        rest = completed - self._first_count
+        return Result(
+            text="".join(self._text),
+            token_ids=tuple(self._ids),
+            finish_reason=self._reason or "cancelled",
+            usage=Usage(
+                prompt_tokens=len(self._prompt),
+                completion_tokens=completed,
+                total_tokens=len(self._prompt) + completed,
+                draft_proposed=self._proposed,
+                draft_accepted=self._accepted,
+                accept_rate=self._accepted / self._proposed if self._proposed else None,
+            ),
+            timings=Timings(
+                prefill_s=self._prefill_s,
+                ttft_s=self._ttft_s,
+                decode_s=self._decode_s,
+                decode_tokens_per_s=rest / self._decode_s if rest and self._decode_s else None,
+                steps=steps,
+                tokens_per_step=completed / steps if steps else None,
+            ),
+            peak_memory_bytes=mx.get_peak_memory(),
+            seed=self.params.seed,
+            model=pair.target.name,
+            draft_model=pair.draft.name if pair.draft is not None else None,
+            draft_k=self._draft_k or None,
+            accept_rule=self.params.accept_rule if pair.draft is not None else None,
+            device=pair.runtime.device,
+            dtype=pair.target.dtype,
+            blas=pair.runtime.blas,
+            speculative={"enabled": pair.draft is not None, "reason": pair.reason},
+        )
+
+    def _absorb(self, step: RowStep) -> Chunk:
+        """Take over one step's ids up to the first that ends the text."""
+        if not step.finite:
+            raise NonFiniteError(
+                f"step {self._engine.steps}, position {len(self._prompt) + len(self._ids)}: the target's logits are "
+                "not finite; nothing was sampled from them"
+            )
+        pieces, kept = [], 0
+        for index in step.tokens:
+            kept += 1
+            piece, reason = self._push(index)
+            pieces.append(piece)
+            if reason is not None:
+                self._reason = reason
+                break
+        cut = self._reason == "stop"
+        self._proposed += min(step.proposed, kept) if cut else step.proposed
+        self._accepted += min(step.accepted, kept)
+        return self._chunk("".join(pieces), step.tokens[:kept])
+
+    def _push(self, index: int) -> tuple[str, FinishReason | None]:
+        """Add one id; the text it lets out, and why the generation ends with it if it does."""
+        self._ids.append(index)
+        if index in self.pair.tokenizer.eos_ids and not self.params.ignore_eos:
+            return self._tail(), "stop"
+        piece, stopped = self._matcher.push(self._decoder.push(index))
+        if stopped:
+            return piece, "stop"
+        if len(self._ids) == self._count:
+            return piece + self._tail(), "length"
+        return piece, None
+
+    def _tail(self) -> str:
+        """The text held back for a character or a stop string that did not come."""
+        piece, stopped = self._matcher.push(self._decoder.flush())
+        return piece if stopped else piece + self._matcher.flush()
+
+    def _chunk(self, text: str, token_ids: tuple[int, ...]) -> Chunk:
+        self._text.append(text)
+        return Chunk(text=text, token_ids=token_ids, finish_reason=self._reason)

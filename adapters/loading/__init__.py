@@ -1,0 +1,1 @@
+"""From directories on disk to pure forwards: checkpoints, tokenizers, pairs, BLAS, memory."""

@@ -1,0 +1,140 @@
+"""What a model directory holds, checked before any weight is read.
+
+MLX maps weights lazily, so a torn file would surface in the middle of a run. Every header is read here and held
+against the file's size.
+"""
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from posttrainllm.kernel.errors import CheckpointError
+
+__all__ = ["Checkpoint", "read_checkpoint", "read_json"]
+
+_FLOATS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+
+
+@attrs.frozen(kw_only=True)
+class Checkpoint:
+    """A model directory in Hugging Face / mlx-lm layout."""
+
+    path: Path
+    config: dict[str, Any]
+    weight_bytes: int
+    """Bytes of all tensors as stored."""
+    dtype: str
+    """"float32", "float16" or "bfloat16": that of most stored bytes among the floating tensors."""
+    context: int
+    """Positions the model was made for."""
+    quantized: bool
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Check a model directory and describe it.
+
+    Args:
+        path: a directory with config.json, tokenizer.json and model*.safetensors.
+
+    Returns:
+        The description; no weight is read.
+
+    Raises:
+        CheckpointError: something is missing, torn or inconsistent; the text names the file, got and expected.
+    """
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: got {'a file' if path.exists() else 'nothing'}, expected a model directory")
+    config = read_json(path / "config.json")
+    if not (path / "tokenizer.json").is_file():
+        raise CheckpointError(f"{path}: tokenizer.json is missing")
+    by_dtype: dict[str, int] = {}
+    for file in _weight_files(path):
+        for dtype, size in _read_header(file).items():
+            by_dtype[dtype] = by_dtype.get(dtype, 0) + size
+    floats = {name: by_dtype[code] for code, name in _FLOATS.items() if code in by_dtype}
+    if not floats:
+        raise CheckpointError(f"{path}: got tensors of {sorted(by_dtype)}, expected some of {sorted(_FLOATS)}")
+    return Checkpoint(
+        path=path,
+        config=config,
+        weight_bytes=sum(by_dtype.values()),
+        dtype=max(floats, key=lambda name: floats[name]),
+        context=_context(path, config),
+        quantized="quantization" in config or "quantization_config" in config,
+    )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Args:
+        path: the file.
+
+    Returns:
+        The object.
+
+    Raises:
+        CheckpointError: the file is missing, no JSON, or no object.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path.parent}: {path.name} is missing") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: got {type(value).__name__}, expected an object")
+    return value
+
+
+def _weight_files(path: Path) -> list[Path]:
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise CheckpointError(f"{index}: weight_map is missing or empty")
+        names = sorted({str(name) for name in weight_map.values()})
+        missing = [name for name in names if not (path / name).is_file()]
+        if missing:
+            raise CheckpointError(f"{path}: {missing[0]} is missing, {index.name} names it")
+    files = sorted(path.glob("model*.safetensors"))
+    if not files:
+        raise CheckpointError(f"{path}: got no model*.safetensors, expected at least one")
+    return files
+
+
+def _read_header(file: Path) -> dict[str, int]:
+    """Bytes of tensors by dtype code, after holding the header against the file's size."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        prefix = stream.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
+        if 8 + length > size:
+            raise CheckpointError(f"{file}: truncated: got {size} bytes, expected {8 + length} for the header alone")
+        try:
+            header = json.loads(stream.read(length))
+            tensors = [entry for name, entry in header.items() if name != "__metadata__"]
+            end = max((entry["data_offsets"][1] for entry in tensors), default=0)
+            by_dtype: dict[str, int] = {}
+            for entry in tensors:
+                first, last = entry["data_offsets"]
+                by_dtype[entry["dtype"]] = by_dtype.get(entry["dtype"], 0) + last - first
+        except (ValueError, TypeError, KeyError, AttributeError, IndexError):
+            raise CheckpointError(f"{file}: its header is not that of a safetensors file") from None
+    if size != 8 + length + end:
+        raise CheckpointError(f"{file}: torn: got {size} bytes, expected {8 + length + end}")
+    return by_dtype
+
+
+def _context(path: Path, config: dict[str, Any]) -> int:
+    nested = config.get("text_config")
+    for scope in (config, nested if isinstance(nested, dict) else {}):
+        value = scope.get("max_position_embeddings")
+        if value is not None:
+            if not isinstance(value, int) or value < 2:
+                raise CheckpointError(f"{path}/config.json: max_position_embeddings: got {value!r}, expected 2 or more")
+            return value
+    raise CheckpointError(f"{path}/config.json: max_position_embeddings is missing")

@@ -1,0 +1,88 @@
+"""Whether a run fits, said before anything is allocated."""
+
+import os
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from posttrainllm.adapters.loading.checkpoint import Checkpoint
+from posttrainllm.kernel.errors import MemoryLimitError
+
+__all__ = ["available_bytes", "check_kv", "check_weights", "dtype_size"]
+
+_SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+def dtype_size(dtype: str) -> int:
+    """Bytes of one element."""
+    return _SIZES[dtype]
+
+
+def available_bytes() -> int | None:
+    """Bytes that MLX's device can still take, None where nothing says.
+
+    Metal reports the working set it recommends; CUDA and the CPU count what is free now, a container's own limit
+    included.
+    """
+    info = mx.device_info()
+    for name in ("free_memory", "max_recommended_working_set_size"):
+        if name in info:
+            return int(info[name]) - (mx.get_active_memory() if name.startswith("max") else 0)
+    free = _meminfo("MemAvailable")
+    limits = [_container_room(), free]
+    known = [limit for limit in limits if limit is not None]
+    return min(known) if known else None
+
+
+def check_weights(checkpoints: Sequence[Checkpoint], dtypes: Sequence[str]) -> None:
+    """Refuse models whose weights cannot fit.
+
+    Args:
+        checkpoints: what is to be loaded.
+        dtypes: what each is cast to.
+
+    Raises:
+        MemoryLimitError: with the numbers.
+    """
+    need = sum(
+        checkpoint.weight_bytes * (1 if checkpoint.quantized else dtype_size(dtype) / dtype_size(checkpoint.dtype))
+        for checkpoint, dtype in zip(checkpoints, dtypes, strict=True)
+    )
+    _check(need, "the weights")
+
+
+def check_kv(need: int) -> None:
+    """Refuse key/value caches of `need` bytes that cannot fit, with the numbers."""
+    _check(need, "the key/value caches")
+
+
+def _check(need: float, what: str) -> None:
+    free = available_bytes()
+    if free is not None and need > free:
+        raise MemoryLimitError(
+            f"not enough memory for {what}: got {free / 1e9:.2f} GB free, expected {need / 1e9:.2f} GB"
+        )
+
+
+def _meminfo(field: str) -> int | None:
+    try:
+        with open("/proc/meminfo", encoding="ascii") as stream:  # noqa: PTH123 - a kernel file, not a path to handle
+            for line in stream:
+                if line.startswith(field + ":"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return None
+
+
+def _container_room() -> int | None:
+    try:
+        limit, used = (
+            open(f"/sys/fs/cgroup/memory.{name}", encoding="ascii").read().strip()  # noqa: PTH123, SIM115 - as above
+            for name in ("max", "current")
+        )
+    except OSError:
+        return None
+    return int(limit) - int(used) if limit.isdigit() else None

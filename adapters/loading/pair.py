@@ -1,0 +1,128 @@
+"""Loading a target, and a draft that means the same by every id."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import attrs
+
+from posttrainllm.adapters.loading.checkpoint import Checkpoint, read_checkpoint
+from posttrainllm.adapters.loading.tokenizer import Tokenizer, load_tokenizer
+from posttrainllm.adapters.runtime import Runtime, start
+from posttrainllm.kernel.errors import PairError, UsageError
+
+if TYPE_CHECKING:  # it imports MLX, and the BLAS must come first
+    from posttrainllm.adapters.loading.module import Model
+
+__all__ = ["DTYPES", "Pair", "check_pair", "embedded_path", "load_pair"]
+
+DTYPES = ("auto", "float32", "float16", "bfloat16")
+_EMBEDDED_TARGET, _EMBEDDED_DRAFT = "target-16m", "draft-3m"
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class Pair:
+    """What decoding needs: a target, its tokenizer, and possibly a draft."""
+
+    target: "Model"
+    draft: "Model | None"
+    tokenizer: Tokenizer
+    runtime: Runtime
+    reason: str | None
+    """Why nothing is drafted; None with a draft."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids that may be emitted: the target's rows that the tokenizer knows."""
+        return min(self.target.vocab_size, self.tokenizer.size)
+
+
+def embedded_path(name: str) -> Path:
+    """Directory of an embedded model, "target-16m" or "draft-3m"."""
+    import posttrainllm.models
+
+    return Path(posttrainllm.models.__file__).parent / name
+
+
+def load_pair(
+    model: str | Path | None = None,
+    draft_model: str | Path | None = None,
+    *,
+    speculate: bool = True,
+    dtype: str = "auto",
+) -> Pair:
+    """Load what the arguments name.
+
+    With no argument this is the embedded pair; a draft alone gets the embedded target; a model alone decodes plainly.
+
+    Args:
+        model: directory of the target.
+        draft_model: directory of the draft.
+        speculate: False loads no draft.
+        dtype: one of DTYPES, for both models. "auto" is each checkpoint's own, except on a CPU with a real BLAS, where
+            float32 holds the same weights without loss and is faster.
+
+    Returns:
+        The loaded pair.
+
+    Raises:
+        UsageError: the arguments contradict each other.
+        LoadError: a checkpoint cannot be used, or the two do not fit.
+        MemoryLimitError: the weights cannot fit; said before they are read.
+    """
+    if dtype not in DTYPES:
+        raise UsageError(f"dtype: got {dtype!r}, expected one of {', '.join(DTYPES)}")
+    if draft_model is not None and not speculate:
+        raise UsageError("got both a draft model and no speculation, expected one of them")
+    runtime = start()
+    from posttrainllm.adapters.loading.memory import check_weights
+
+    if draft_model is None and model is None and speculate:
+        draft_model = embedded_path(_EMBEDDED_DRAFT)
+    checkpoints = [read_checkpoint(Path(model) if model is not None else embedded_path(_EMBEDDED_TARGET))]
+    if draft_model is not None:
+        checkpoints.append(read_checkpoint(Path(draft_model)))
+    dtypes = [_resolve_dtype(dtype, checkpoint, runtime) for checkpoint in checkpoints]
+    check_weights(checkpoints, dtypes)
+    tokenizers = [load_tokenizer(checkpoint) for checkpoint in checkpoints]
+    models = [_load_model(checkpoint, name) for checkpoint, name in zip(checkpoints, dtypes, strict=True)]
+    if draft_model is None:
+        reason = "the draft was switched off" if not speculate else "no draft model was given"
+        return Pair(target=models[0], draft=None, tokenizer=tokenizers[0], runtime=runtime, reason=reason)
+    check_pair(*tokenizers, draft_rows=models[1].vocab_size)
+    return Pair(target=models[0], draft=models[1], tokenizer=tokenizers[0], runtime=runtime, reason=None)
+
+
+def check_pair(target: Tokenizer, draft: Tokenizer, *, draft_rows: int) -> None:
+    """Refuse a draft for which an id means something else.
+
+    Args:
+        target: the target's tokenizer.
+        draft: the draft's tokenizer.
+        draft_rows: rows of the draft's logits; ids behind them are never proposed.
+
+    Raises:
+        PairError: naming the first id that differs.
+    """
+    for index in range(max(target.size, draft.size)):
+        ours, theirs = target.vocabulary.get(index), draft.vocabulary.get(index)
+        if ours != theirs:
+            raise PairError(
+                f"{draft.path}: its tokenizer differs from the target's: id {index} is {theirs!r}, expected {ours!r}"
+            )
+    if draft_rows < 2:
+        raise PairError(f"{draft.path}: got {draft_rows} rows of logits, expected 2 or more")
+
+
+def _resolve_dtype(dtype: str, checkpoint: Checkpoint, runtime: Runtime) -> str:
+    if dtype != "auto":
+        return dtype
+    if runtime.device == "cpu" and runtime.fast_float32 and not checkpoint.quantized:
+        return "float32"
+    return checkpoint.dtype
+
+
+def _load_model(checkpoint: Checkpoint, dtype: str) -> "Model":
+    from posttrainllm.adapters.loading.module import load_module, model_from_module
+
+    module = load_module(checkpoint, dtype)
+    return model_from_module(module, name=str(checkpoint.path), dtype=dtype, context=checkpoint.context)

@@ -1,0 +1,88 @@
+"""Text to ids and back, through mlx-lm's loader."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from posttrainllm.adapters.loading.checkpoint import Checkpoint, read_json
+from posttrainllm.kernel.errors import CheckpointError
+
+__all__ = ["Tokenizer", "load_tokenizer"]
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class Tokenizer:
+    """A checkpoint's tokenizer and the ids that end a reply."""
+
+    path: Path
+    backend: Any
+    """mlx-lm's TokenizerWrapper around a transformers tokenizer."""
+    vocabulary: dict[int, str]
+    """Every id, added ones included, with its piece."""
+    eos_ids: frozenset[int]
+    """From config.json, generation_config.json and the tokenizer together."""
+
+    @property
+    def size(self) -> int:
+        """One more than the largest id."""
+        return max(self.vocabulary) + 1
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a prompt, with the special ids the tokenizer puts in front."""
+        return list(self.backend.encode(text))
+
+    def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        """Ids of a conversation that the model is to continue, by the checkpoint's chat template or a plain one."""
+        if self.has_chat_template:
+            return list(self.backend.apply_chat_template(list(messages), add_generation_prompt=True))
+        turns = [f"{message['role'].capitalize()}: {message['content']}\n" for message in messages]
+        return self.encode("".join(turns) + "Assistant:")
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the checkpoint brings a chat template."""
+        return bool(self.backend.has_chat_template)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of a reply, special ids left out; bytes that are no UTF-8 become U+FFFD."""
+        return str(self.backend.decode(list(ids), skip_special_tokens=True))
+
+
+def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+    """Load the tokenizer of a checked directory.
+
+    Args:
+        checkpoint: the directory.
+
+    Returns:
+        The tokenizer.
+
+    Raises:
+        CheckpointError: its files cannot be used.
+    """
+    from mlx_lm.tokenizer_utils import load  # pulls in transformers: seconds
+
+    try:
+        backend = load(checkpoint.path)
+        vocabulary = {index: piece for piece, index in backend.get_vocab().items()}
+    except Exception as error:  # the libraries below raise bare Exception for a torn tokenizer.json
+        raise CheckpointError(
+            f"{checkpoint.path}: its tokenizer cannot be read: {' '.join(str(error).split())[:300]}"
+        ) from None
+    if not vocabulary:
+        raise CheckpointError(f"{checkpoint.path}: its tokenizer has no vocabulary")
+    eos_ids = set(backend.eos_token_ids) | _eos_ids(checkpoint.path / "config.json", checkpoint.config)
+    generation = checkpoint.path / "generation_config.json"
+    if generation.is_file():
+        eos_ids |= _eos_ids(generation, read_json(generation))
+    return Tokenizer(path=checkpoint.path, backend=backend, vocabulary=vocabulary, eos_ids=frozenset(eos_ids))
+
+
+def _eos_ids(path: Path, config: dict[str, Any]) -> set[int]:
+    value = config.get("eos_token_id")
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(isinstance(index, int) and index >= 0 for index in ids):
+        raise CheckpointError(f"{path}: eos_token_id: got {value!r}, expected an id or a list of ids")
+    return set(ids)

@@ -1,0 +1,99 @@
+"""Starting MLX once, in the right order: BLAS first, then the import, then the compiler question."""
+
+import importlib.metadata
+import logging
+import sys
+
+import attrs
+
+from posttrainllm.adapters.loading.blas import compiler, load_blas
+from posttrainllm.kernel.errors import BackendError
+
+__all__ = ["LOGGER", "Runtime", "start"]
+
+LOGGER = logging.getLogger("posttrainllm")
+
+
+@attrs.frozen(kw_only=True)
+class Runtime:
+    """What this process computes with."""
+
+    device: str
+    """"cpu" or "gpu"."""
+    device_name: str
+    mlx_version: str
+    blas: str | None
+    """Name of the BLAS under the CPU backend; None on a GPU, where it plays no part."""
+    fast_float32: bool
+    """Whether float32 products on the CPU go through a real BLAS."""
+    compiled: bool
+    """False where the CPU backend has no C++ compiler: steps then run operation by operation."""
+
+    @property
+    def description(self) -> str:
+        """One line for `--version` and bug reports."""
+        parts = [f"mlx {self.mlx_version}", f"device {self.device} ({self.device_name})"]
+        if self.blas is not None:
+            parts.append(f"BLAS {self.blas}")
+        if not self.compiled:
+            parts.append("uncompiled: no g++")
+        return ", ".join(parts)
+
+
+_runtime: Runtime | None = None
+
+
+def start() -> Runtime:
+    """Import MLX and say what it runs on; later calls return the first answer.
+
+    Returns:
+        The runtime of this process.
+
+    Raises:
+        BackendError: MLX has no backend here.
+    """
+    global _runtime
+    if _runtime is None:
+        _runtime = _start()
+    return _runtime
+
+
+def _start() -> Runtime:
+    # the CUDA wheel brings its own library: a CPU BLAS under it would only take threads and memory
+    blas = None if _cuda_wheel() else load_blas()
+    try:
+        import mlx.core as mx
+    except ImportError as error:
+        if sys.platform == "linux":
+            hint = "install one backend: pip install 'posttrainllm[cpu]' or 'posttrainllm[cuda13]'"
+        else:
+            hint = "reinstall it: pip install --force-reinstall mlx"
+        raise BackendError(f"MLX cannot be imported ({str(error).splitlines()[0]}); {hint}") from None
+    on_gpu = mx.default_device().type == mx.DeviceType.gpu
+    compiled = on_gpu or sys.platform == "darwin" or compiler() is not None
+    if not compiled:
+        mx.disable_compile()  # mlx-lm's own modules compile small functions too
+        LOGGER.warning("no C++ compiler (g++): the CPU backend runs uncompiled and slower")
+    if blas is not None and blas.warning and not on_gpu:
+        LOGGER.warning(blas.warning)
+    return Runtime(
+        device="gpu" if on_gpu else "cpu",
+        device_name=str(mx.device_info().get("device_name", "unknown")),
+        mlx_version=importlib.metadata.version("mlx"),
+        blas=None if on_gpu or blas is None else blas.name,
+        fast_float32=on_gpu or (blas is not None and blas.fast),
+        compiled=compiled,
+    )
+
+
+def _cuda_wheel() -> bool:
+    names = ("mlx-cuda-13", "mlx-cuda-12", "mlx-cuda")
+    return any(_installed(name) for name in names)
+
+
+def _installed(name: str) -> bool:
+    try:
+        importlib.metadata.distribution(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True

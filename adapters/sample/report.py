@@ -1,0 +1,44 @@
+"""The statistics that follow the text, on standard error."""
+
+from rich.console import Console
+
+from posttrainllm.adapters.generation import Result
+
+__all__ = ["print_statistics", "statistics"]
+
+
+def print_statistics(result: Result) -> None:
+    """Write the statistics to standard error, dimmed on a terminal."""
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    for line in statistics(result):
+        console.print(line, style="dim", markup=False)
+
+
+def statistics(result: Result) -> list[str]:
+    """The lines of `print_statistics`.
+
+    Args:
+        result: what was generated.
+
+    Returns:
+        Lines: rates and times, the draft's part, and what it ran on.
+    """
+    usage, timings = result.usage, result.timings
+    prompt_rate = f"{usage.prompt_tokens / timings.prefill_s:.1f} tok/s" if timings.prefill_s else "not timed"
+    rate = timings.decode_tokens_per_s
+    lines = [
+        f"prompt {usage.prompt_tokens} tokens, {prompt_rate} | "
+        f"decode {usage.completion_tokens} tokens, {'not timed' if rate is None else f'{rate:.1f} tok/s'} | "
+        f"first token {timings.ttft_s:.2f} s | finish: {result.finish_reason}"
+    ]
+    if result.speculative["enabled"]:
+        share = "nothing proposed" if usage.accept_rate is None else f"{usage.accept_rate:.3f}"
+        lines.append(
+            f"draft accepted {usage.draft_accepted} of {usage.draft_proposed} proposed ({share}) | "
+            f"{timings.tokens_per_step or 0:.2f} tokens a step, K={result.draft_k} | rule {result.accept_rule}"
+        )
+    else:
+        lines.append(f"no speculation: {result.speculative['reason']}")
+    blas = f", BLAS {result.blas}" if result.blas else ""
+    lines.append(f"peak memory {result.peak_memory_bytes / 1e6:.0f} MB | {result.device}, {result.dtype}{blas}")
+    return lines

@@ -1,0 +1,1 @@
+"""Measurements and benchmarks, with the prompts they use."""

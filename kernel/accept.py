@@ -1,0 +1,80 @@
+"""The two accept rules: which proposals of a window stand, and which id follows them.
+
+`coupled`: the draft and the target see the same Gumbel noise at a position; a proposal stands while it is the id the
+target itself would have drawn, and what is emitted is always the target's own draw (Daliri, Musco and Suresh 2024,
+arXiv:2408.07978). Greedy decoding is the same rule at temperature 0.
+
+`leviathan`: a proposal stands with probability min(1, p / q), p the target's and q the draft's probability of it; at
+the first refusal the id is drawn from max(p - q, 0), normalised (Leviathan et al. 2023, arXiv:2211.17192, algorithm 1).
+"""
+
+import mlx.core as mx
+
+__all__ = ["coupled_accepts", "leviathan_accepts", "prefix_length", "residual_choice"]
+
+
+def coupled_accepts(proposals: mx.array, target_choice: mx.array) -> mx.array:
+    """A proposal stands when the target drew the same id.
+
+    Args:
+        proposals: int32 [B, K].
+        target_choice: int32 [B, W], the target's own draw at each position, W = K + 1.
+
+    Returns:
+        bool [B, K].
+    """
+    return proposals == target_choice[:, :-1]
+
+
+def leviathan_accepts(
+    proposals: mx.array, target_probs: mx.array, draft_probs: mx.array, uniforms: mx.array
+) -> mx.array:
+    """A proposal stands with probability min(1, p / q).
+
+    Args:
+        proposals: int32 [B, K], drawn from draft_probs.
+        target_probs: float32 [B, K, V].
+        draft_probs: float32 [B, K, V].
+        uniforms: float32 [B, K], in [0, 1), independent of what drew the proposals.
+
+    Returns:
+        bool [B, K].
+    """
+    index = proposals[..., None]  # [B, K, 1]
+    p = mx.take_along_axis(target_probs, index, axis=-1)[..., 0]  # [B, K]
+    q = mx.take_along_axis(draft_probs, index, axis=-1)[..., 0]  # [B, K]
+    return uniforms * q < p  # u < p / q without the division
+
+
+def prefix_length(accepts: mx.array, num_proposed: mx.array) -> mx.array:
+    """How many proposals stand before the first that does not.
+
+    Args:
+        accepts: bool [B, K].
+        num_proposed: int32 [B], proposals behind this many do not exist.
+
+    Returns:
+        int32 [B].
+    """
+    exists = mx.arange(accepts.shape[1])[None] < num_proposed[:, None]  # [B, K]
+    return mx.sum(mx.cumprod((accepts & exists).astype(mx.int32), axis=1), axis=1)
+
+
+def residual_choice(target_probs: mx.array, draft_probs: mx.array, noise: mx.array) -> mx.array:
+    """Draw the id that replaces a refused proposal, from max(p - q, 0) normalised.
+
+    Where that mass is 0 (p and q equal to the last bit, refused by rounding) it falls back to p: an argmax over a row
+    of -inf would return id 0.
+
+    Args:
+        target_probs: float32 [B, V], p at the refused position.
+        draft_probs: float32 [B, V], q at the refused position.
+        noise: float32 [B, V], Gumbel noise that neither drew the proposal nor judged it.
+
+    Returns:
+        int32 [B].
+    """
+    residual = mx.maximum(target_probs - draft_probs, 0)
+    empty = mx.max(residual, axis=-1, keepdims=True) <= 0  # [B, 1]
+    mass = mx.where(empty, target_probs, residual)
+    return mx.argmax(mx.log(mass) + noise, axis=-1).astype(mx.int32)

@@ -1,0 +1,92 @@
+"""The key/value cache: the only write, the mask, and the view that models see.
+
+Capacity is static and masks go by absolute position, so a token's logits are a function of its own history and of the
+shapes. Slot C - 1 is scratch: no mask admits it, and every write that would fall outside lands there.
+"""
+
+import mlx.core as mx
+
+__all__ = ["CacheView", "attention_mask", "insert_row", "write_at"]
+
+
+def write_at(buffer: mx.array, values: mx.array, position: mx.array) -> mx.array:
+    """Write a window of every row at its own position; what is out of range is dropped.
+
+    Each index is clamped on its own. Clamping the start of the block instead would shift the whole window over valid
+    entries. MLX checks no index of a scatter, so nothing else may write here.
+
+    Args:
+        buffer: [B, H, C, D].
+        values: [B, H, W, D], of the buffer's dtype.
+        position: int32 [B], absolute position of each window's first entry, 0 or more.
+
+    Returns:
+        [B, H, C, D].
+    """
+    batch, heads, capacity, size = buffer.shape
+    width = values.shape[2]
+    index = mx.minimum(position[:, None] + mx.arange(width), capacity - 1)  # [B, W]
+    index = mx.broadcast_to(index[:, None, :, None], (batch, heads, width, size))  # [B, W] -> [B, H, W, D]
+    return mx.put_along_axis(buffer, index, values.astype(buffer.dtype), axis=2)
+
+
+def attention_mask(position: mx.array, width: int, capacity: int, window: int | None = None) -> mx.array:
+    """Which slots each token of a window may attend to.
+
+    Args:
+        position: int32 [B], absolute position of each window's first token.
+        width: W.
+        capacity: C.
+        window: sliding-window size in tokens, None for full attention.
+
+    Returns:
+        bool [B, 1, W, C], True where the slot is admitted.
+    """
+    query = (position[:, None] + mx.arange(width))[:, None, :, None]  # [B, W] -> [B, 1, W, 1]
+    slot = mx.arange(capacity)[None, None, None, :]  # [1, 1, 1, C]
+    admitted = (slot <= query) & (slot < capacity - 1)
+    if window is not None:
+        admitted = admitted & (slot > query - window)
+    return admitted
+
+
+class CacheView:
+    """One layer's cache in the shape that mlx-lm's modules expect, holding arrays and never writing to them.
+
+    It lives for one forward: `update_and_fetch` replaces what it holds, and the caller takes `keys` and `values` back.
+
+    Args:
+        keys: [B, H, C, D].
+        values: [B, H, C, D].
+        position: int32 [B], absolute position of the window's first token.
+    """
+
+    def __init__(self, keys: mx.array, values: mx.array, position: mx.array) -> None:
+        self.keys, self.values, self.offset = keys, values, position
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Write the window's keys and values, each [B, H, W, D], and return the whole buffers."""
+        self.keys = write_at(self.keys, keys, self.offset)
+        self.values = write_at(self.values, values, self.offset)
+        return self.keys, self.values
+
+    def make_mask(self, width: int, return_array: bool = True, window_size: int | None = None) -> mx.array:
+        """Mask of this window, see `attention_mask`; always an array."""
+        return attention_mask(self.offset, width, self.keys.shape[2], window_size)
+
+
+def insert_row(buffers: mx.array, row: mx.array, index: int) -> mx.array:
+    """Replace the whole of one row, so that nothing of the row's last request stays behind.
+
+    Args:
+        buffers: [B, ...].
+        row: [1, ...], of the same dtype.
+        index: which row, 0 <= index < B, checked by the caller.
+
+    Returns:
+        [B, ...].
+    """
+    if buffers.shape[0] == 1:
+        return row
+    chosen = (mx.arange(buffers.shape[0]) == index).reshape(-1, *([1] * (buffers.ndim - 1)))
+    return mx.where(chosen, row, buffers)

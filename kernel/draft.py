@@ -1,0 +1,104 @@
+"""The draft's K forwards.
+
+Every one has width 2: it feeds the previous and the current token. So there is no special case after a window that was
+accepted whole, and the draft's cache at a position does not depend on what was accepted before it.
+"""
+
+import attrs
+import mlx.core as mx
+
+from posttrainllm.kernel import noise
+from posttrainllm.kernel.config import StepConfig
+from posttrainllm.kernel.forward import Forward
+from posttrainllm.kernel.sampling import choose, warp
+from posttrainllm.kernel.state import DecodeState, KVCache, Sampling
+
+__all__ = ["Draft", "Proposal", "propose"]
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class Draft:
+    """The proposing model and what bounds its use."""
+
+    forward: Forward
+    vocab_size: int
+    """Rows of its embedding; ids behind them are fed as the last row, since MLX checks no index of a gather."""
+    context: int
+    """Positions it can be fed; behind them it proposes nothing and decoding goes on."""
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class Proposal:
+    """What the draft proposes to every row."""
+
+    tokens: mx.array
+    """int32 [B, K]."""
+    count: mx.array
+    """int32 [B]: how many of them exist, from 0 to K."""
+    warped: mx.array
+    """float32 [B, K, V]: the draft's warped logits that they were drawn from."""
+    kv: KVCache
+
+
+def propose(config: StepConfig, draft: Draft, state: DecodeState, sampling: Sampling) -> Proposal:
+    """Draw K ids a row from the draft, one after the other.
+
+    A row proposes fewer where its request says so, where its limit or the draft's context ends, and from the first
+    position at which the draft's logits are not finite.
+
+    Args:
+        config: K = config.width - 1.
+        draft: the model.
+        state: B rows, `draft_kv` valid for positions [0, length - 2).
+        sampling: B rows; the same warps apply to draft and target.
+
+    Returns:
+        The proposals and the draft's cache, valid up to the last proposal but one.
+    """
+    own_noise = _noise(config, state, sampling)
+    kv, warped, tokens, finite = state.draft_kv, [], [], []
+    start = mx.maximum(state.length - 2, 0)
+    columns = mx.minimum(start[:, None] + mx.arange(2), state.tokens.shape[1] - 1)
+    pair = mx.take_along_axis(state.tokens, columns, axis=1)  # [B, 2]
+    # a one-token prompt starts at 0 and reads its first column, every other the second
+    column = mx.clip(state.length - 1 - start, 0, 1)[:, None, None]  # [B, 1, 1]
+    for index in range(config.width - 1):
+        logits, kv = draft.forward(mx.minimum(pair, draft.vocab_size - 1), kv, start)
+        logits = _fit(mx.take_along_axis(logits, column, axis=1), config.vocab_size)  # [B, 2, V] -> [B, 1, V]
+        warped.append(warp(logits, sampling, filters=config.filters))
+        finite.append(mx.all(mx.isfinite(logits[..., : draft.vocab_size]), axis=-1))
+        drawn = choose(warped[-1], sampling, None if own_noise is None else own_noise[:, index : index + 1])
+        tokens.append(drawn)  # [B, 1]
+        last = mx.take_along_axis(pair, column[..., 0], axis=1)
+        pair = mx.concatenate([last, drawn], axis=1)
+        start = start + column[:, 0, 0]
+        column = mx.ones_like(column)
+    proposals = mx.concatenate(tokens, axis=1)  # K x [B, 1] -> [B, K]
+    usable = mx.sum(mx.cumprod(mx.concatenate(finite, axis=1).astype(mx.int32), axis=1), axis=1)
+    count = mx.minimum(mx.minimum(sampling.draft_k, usable), _room(draft, state))
+    return Proposal(
+        tokens=proposals, count=mx.clip(count, 0, config.width - 1), warped=mx.concatenate(warped, axis=1), kv=kv
+    )
+
+
+def _noise(config: StepConfig, state: DecodeState, sampling: Sampling) -> mx.array | None:
+    """float32 [B, K, V]: the target's noise for a coupled row, the draft's own for another."""
+    if config.mode == "greedy":
+        return None
+    positions = state.length[:, None] + mx.arange(config.width - 1)  # [B, K]
+    purpose = mx.where(sampling.coupled, noise.TARGET, noise.DRAFT).astype(mx.uint32)
+    return noise.gumbel(noise.position_keys(state.key, positions, purpose), config.vocab_size)
+
+
+def _room(draft: Draft, state: DecodeState) -> mx.array:
+    """int32 [B]: proposals that end before the row's limit and need no position behind the draft's context."""
+    return mx.minimum(state.limit - state.length, draft.context - state.length + 1)
+
+
+def _fit(logits: mx.array, vocab_size: int) -> mx.array:
+    """Cut the draft's logits [B, N, V_draft] to the emitted vocabulary, or fill them up with ids it never proposes."""
+    logits = logits[..., :vocab_size].astype(mx.float32)
+    missing = vocab_size - logits.shape[-1]
+    if missing == 0:
+        return logits
+    return mx.pad(logits, [(0, 0), (0, 0), (0, missing)], constant_value=-mx.inf)

@@ -1,0 +1,68 @@
+"""Every error this project raises on purpose.
+
+::
+
+    PosttrainllmError            one line: what was got, what was expected
+    ├── UsageError               an option or an argument has a bad value
+    ├── LoadError                something on disk cannot be used
+    │   ├── CheckpointError      a model directory is missing, torn or inconsistent
+    │   ├── UnsupportedModelError  the architecture cannot be rewound by length
+    │   └── PairError            draft and target do not fit each other
+    ├── CapacityError            a prompt or a request does not fit the context
+    ├── MemoryLimitError         the run would need more memory than there is
+    ├── BackendError             MLX itself cannot be used here
+    └── NonFiniteError           a step computed logits that are not finite
+"""
+
+__all__ = [
+    "BackendError",
+    "CapacityError",
+    "CheckpointError",
+    "LoadError",
+    "MemoryLimitError",
+    "NonFiniteError",
+    "PairError",
+    "PosttrainllmError",
+    "UnsupportedModelError",
+    "UsageError",
+]
+
+
+class PosttrainllmError(Exception):
+    """Base of every error raised on purpose. Its text is one line."""
+
+
+class UsageError(PosttrainllmError):
+    """An option or an argument has a value that can never work."""
+
+
+class LoadError(PosttrainllmError):
+    """Something on disk cannot be used."""
+
+
+class CheckpointError(LoadError):
+    """A model directory is missing, incomplete, torn or inconsistent."""
+
+
+class UnsupportedModelError(LoadError):
+    """The model keeps state that rewinding by length cannot undo."""
+
+
+class PairError(LoadError):
+    """Draft and target do not agree on what a token is."""
+
+
+class CapacityError(PosttrainllmError):
+    """A prompt, a request or a token id does not fit the model or the engine."""
+
+
+class MemoryLimitError(PosttrainllmError):
+    """The run would need more memory than the machine has free."""
+
+
+class BackendError(PosttrainllmError):
+    """MLX cannot be imported, or its device cannot be used."""
+
+
+class NonFiniteError(PosttrainllmError):
+    """The target computed logits that are not finite; nothing was sampled from them."""

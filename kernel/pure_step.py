@@ -1,0 +1,244 @@
+"""One decoding step as a pure function, and the only `mx.compile` of the decoding path.
+
+    step : (DecodeState, Sampling) -> (DecodeState, StepOutput)
+
+The draft proposes K ids, the target scores all of them in one forward of width W = K + 1, a prefix is accepted, the
+state moves on. There is no global randomness, no hidden cache, no host sync; shapes are static and whatever changes
+from step to step is an array.
+"""
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import mlx.core as mx
+
+from posttrainllm.kernel import accept, noise
+from posttrainllm.kernel.config import StepConfig
+from posttrainllm.kernel.draft import Draft, propose
+from posttrainllm.kernel.forward import Forward
+from posttrainllm.kernel.sampling import choose, warp
+from posttrainllm.kernel.state import DecodeState, KVCache, Sampling, StepOutput
+
+__all__ = ["Prefill", "Step", "compile_prefill", "compile_step", "plain_step", "speculative_step"]
+
+Step: TypeAlias = Callable[[DecodeState, Sampling], tuple[DecodeState, StepOutput]]
+Prefill: TypeAlias = Callable[[mx.array, KVCache, mx.array], KVCache]
+
+
+def speculative_step(
+    config: StepConfig, target: Forward, draft: Draft, state: DecodeState, sampling: Sampling
+) -> tuple[DecodeState, StepOutput]:
+    """Propose K ids a row, verify them in one target forward, commit what stands and one id more.
+
+    At T=0, and with the coupled rule at any T, the emitted ids equal those of `plain_step` at the same width bit for
+    bit. With the leviathan rule they follow the target's law exactly.
+
+    Args:
+        config: static shape of the step; K = config.width - 1 must be at least 1.
+        target: the model whose output this is.
+        draft: the model that proposes.
+        state: B rows.
+        sampling: B rows.
+
+    Returns:
+        The next state and what was emitted.
+    """
+    target_noise = _target_noise(config, state)  # [B, W, V]
+    proposal = propose(config, draft, state, sampling)
+    window = mx.concatenate([_last_token(state), proposal.tokens], axis=1)  # [B, 1], [B, K] -> [B, W]
+    logits, target_kv = _score(config, target, state, window)
+    warped = warp(logits, sampling, filters=config.filters)
+    choice = choose(warped, sampling, target_noise)  # [B, W]
+    accepts = accept.coupled_accepts(proposal.tokens, choice)
+    if target_noise is None:
+        accepted = accept.prefix_length(accepts, proposal.count)
+        replacement = _at(choice, accepted)
+    else:
+        by_ratio = (~sampling.coupled & (sampling.temperature > 0))[:, None]  # [B, 1]
+        target_probs = mx.softmax(warped, axis=-1)
+        draft_probs = mx.softmax(proposal.warped, axis=-1)
+        positions = state.length[:, None] + mx.arange(config.width - 1)  # [B, K]
+        uniforms = noise.uniform(noise.position_keys(state.key, positions, noise.ACCEPT))
+        ratio_accepts = accept.leviathan_accepts(proposal.tokens, target_probs[:, :-1], draft_probs, uniforms)
+        accepts = mx.where(by_ratio, ratio_accepts, accepts)
+        accepted = accept.prefix_length(accepts, proposal.count)
+        refused = mx.minimum(accepted, config.width - 2)  # index of the refused proposal, where there is one
+        residual = accept.residual_choice(
+            _at(target_probs, accepted), _at(draft_probs, refused), _at(target_noise, accepted)
+        )
+        from_residual = by_ratio[:, 0] & (accepted < proposal.count)
+        replacement = mx.where(from_residual, residual, _at(choice, accepted))
+    column = mx.arange(config.width)[None]  # [1, W]
+    padded = mx.concatenate([proposal.tokens, proposal.tokens[:, :1]], axis=1)  # [B, K] -> [B, W]
+    tokens = mx.where(column < accepted[:, None], padded, replacement[:, None])
+    return _commit(config, state, tokens, accepted, proposal.count, proposal.tokens, logits, target_kv, proposal.kv)
+
+
+def plain_step(
+    config: StepConfig, target: Forward, state: DecodeState, sampling: Sampling
+) -> tuple[DecodeState, StepOutput]:
+    """Emit one id a row with no draft, in a window of any width: the reference for `speculative_step`.
+
+    The window is filled up with id 0 behind the last committed one; a token's logits do not depend on what follows it.
+
+    Args:
+        config: static shape of the step; config.width is W, 1 or more.
+        target: the model.
+        state: B rows; `draft_kv` passes through.
+        sampling: B rows; `draft_k` and `coupled` are not read.
+
+    Returns:
+        The next state and what was emitted; nothing is proposed.
+    """
+    batch = state.length.shape[0]
+    filler = mx.zeros((batch, config.width - 1), dtype=mx.int32)
+    window = mx.concatenate([_last_token(state), filler], axis=1)  # [B, 1], [B, W-1] -> [B, W]
+    logits, target_kv = _score(config, target, state, window)
+    first_noise = _target_noise(config, state, count=1)
+    choice = choose(warp(logits[:, :1], sampling, filters=config.filters), sampling, first_noise)  # [B, 1]
+    tokens = mx.concatenate([choice, filler], axis=1)  # [B, W]
+    none = mx.zeros((batch,), dtype=mx.int32)
+    return _commit(config, state, tokens, none, none, filler, logits, target_kv, state.draft_kv)
+
+
+def compile_step(config: StepConfig, target: Forward, draft: Draft | None = None, *, compiled: bool = True) -> Step:
+    """Bind a step to its models and compile it.
+
+    One trace per (config, shapes): values that change from step to step are arrays. A dtype other than the declared
+    one would retrace silently, so the boundary asserts them. Hold no reference to the old state while the new one is
+    evaluated: its buffers are then reused and not copied.
+
+    Args:
+        config: static shape of the step.
+        target: the model whose output this is; its weights are frozen into the trace.
+        draft: the model that proposes; None for the plain step.
+        compiled: False runs the same Python operation by operation.
+
+    Returns:
+        A function from (state, sampling) to (state, output).
+    """
+
+    def on_trees(state_tree: tuple, sampling_tree: tuple) -> tuple[tuple, tuple]:  # type: ignore[type-arg]
+        state, sampling = DecodeState.from_tree(state_tree), Sampling.from_tree(sampling_tree)
+        if draft is None:
+            state, output = plain_step(config, target, state, sampling)
+        else:
+            state, output = speculative_step(config, target, draft, state, sampling)
+        return state.to_tree(), output.to_tree()
+
+    run = mx.compile(on_trees) if compiled else on_trees
+
+    def step(state: DecodeState, sampling: Sampling) -> tuple[DecodeState, StepOutput]:
+        _assert_dtypes(state, sampling)
+        state_tree, output_tree = run(state.to_tree(), sampling.to_tree())
+        return DecodeState.from_tree(state_tree), StepOutput.from_tree(output_tree)
+
+    return step
+
+
+def compile_prefill(forward: Forward, *, compiled: bool = True) -> Prefill:
+    """Compile the forward of one prompt chunk, for its cache alone; the unused logits leave the graph.
+
+    Args:
+        forward: the model.
+        compiled: False runs it operation by operation.
+
+    Returns:
+        A function from (tokens int32 [B, P], kv, position int32 [B]) to the kv with the chunk written.
+    """
+
+    def chunk(tokens: mx.array, kv: KVCache, position: mx.array) -> KVCache:
+        return forward(tokens, kv, position)[1]
+
+    return mx.compile(chunk) if compiled else chunk
+
+
+def _score(config: StepConfig, target: Forward, state: DecodeState, window: mx.array) -> tuple[mx.array, KVCache]:
+    """Target logits of the window, float32 [B, W, V], and the cache it wrote."""
+    position = mx.maximum(state.length - 1, 0)
+    logits, kv = target(window, state.target_kv, position)
+    return logits[..., : config.vocab_size].astype(mx.float32), kv
+
+
+def _target_noise(config: StepConfig, state: DecodeState, count: int | None = None) -> mx.array | None:
+    """The target's own noise at the window's positions, float32 [B, count, V]; None when every row is greedy."""
+    if config.mode == "greedy":
+        return None
+    positions = state.length[:, None] + mx.arange(count or config.width)  # [B, count]
+    return noise.gumbel(noise.position_keys(state.key, positions, noise.TARGET), config.vocab_size)
+
+
+def _last_token(state: DecodeState) -> mx.array:
+    """int32 [B, 1]: the last committed id; id 0's slot for a row that was never filled."""
+    return mx.take_along_axis(state.tokens, mx.maximum(state.length - 1, 0)[:, None], axis=1)
+
+
+def _at(values: mx.array, index: mx.array) -> mx.array:
+    """One position a row: [B, N, ...] and int32 [B] to [B, ...]."""
+    shape = (-1, *([1] * (values.ndim - 1)))
+    return mx.take_along_axis(values, index.reshape(shape), axis=1).squeeze(1)
+
+
+def _commit(
+    config: StepConfig,
+    state: DecodeState,
+    tokens: mx.array,
+    accepted: mx.array,
+    proposed: mx.array,
+    proposals: mx.array,
+    logits: mx.array,
+    target_kv: KVCache,
+    draft_kv: KVCache,
+) -> tuple[DecodeState, StepOutput]:
+    """Cut `accepted` + 1 ids at the row's limit, write them behind the committed ones and move the length."""
+    column = mx.arange(config.width)[None]  # [1, W]
+    used = column <= accepted[:, None]  # [B, W]
+    finite = mx.all(mx.all(mx.isfinite(logits), axis=-1) | ~used, axis=1)  # [B, W, V] -> [B]
+    remaining = mx.maximum(state.limit - state.length, 0)
+    finite = finite | (remaining == 0)
+    emitted = mx.where(finite, mx.minimum(accepted + 1, remaining), 0)
+    offset = mx.arange(state.tokens.shape[1])[None] - state.length[:, None]  # [B, C]
+    source = mx.take_along_axis(tokens, mx.clip(offset, 0, config.width - 1), axis=1)  # [B, W] -> [B, C]
+    committed = mx.where((offset >= 0) & (offset < emitted[:, None]), source, state.tokens)
+    output = StepOutput(
+        tokens=mx.where(column < emitted[:, None], tokens, -1),
+        emitted=emitted,
+        proposed=proposed,
+        accepted=mx.minimum(accepted, emitted),
+        finite=finite,
+        proposals=proposals,
+        margin=_margin(logits) if config.diagnostics else mx.zeros((tokens.shape[0], 0)),
+    )
+    moved = DecodeState(
+        tokens=committed,
+        length=state.length + emitted,
+        limit=state.limit,
+        target_kv=target_kv,
+        draft_kv=draft_kv,
+        key=state.key,
+    )
+    return moved, output
+
+
+def _margin(logits: mx.array) -> mx.array:
+    """Best logit minus second best, [B, W, V] to [B, W]."""
+    best = mx.argmax(logits, axis=-1, keepdims=True)
+    others = mx.where(mx.arange(logits.shape[-1]) == best, -mx.inf, logits)
+    return mx.max(logits, axis=-1) - mx.max(others, axis=-1)
+
+
+def _assert_dtypes(state: DecodeState, sampling: Sampling) -> None:
+    expected = {
+        "tokens": (state.tokens, mx.int32),
+        "length": (state.length, mx.int32),
+        "limit": (state.limit, mx.int32),
+        "key": (state.key, mx.uint32),
+        "temperature": (sampling.temperature, mx.float32),
+        "top_k": (sampling.top_k, mx.int32),
+        "top_p": (sampling.top_p, mx.float32),
+        "min_p": (sampling.min_p, mx.float32),
+        "draft_k": (sampling.draft_k, mx.int32),
+        "coupled": (sampling.coupled, mx.bool_),
+    }
+    for name, (array, dtype) in expected.items():
+        assert array.dtype == dtype, f"{name}: got {array.dtype}, expected {dtype}"

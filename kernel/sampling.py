@@ -1,0 +1,73 @@
+"""Logits to warped logits, and warped logits to a token.
+
+The order is that of Hugging Face and vLLM: temperature, then top-k, top-p, min-p. Every filter is a threshold on the
+scaled logits, so ids that tie with the last one kept are kept too, and a row whose filters are off passes through
+unchanged bit for bit whatever its neighbours ask for.
+"""
+
+import mlx.core as mx
+
+from posttrainllm.kernel.state import Sampling
+
+__all__ = ["choose", "warp"]
+
+
+def warp(logits: mx.array, sampling: Sampling, *, filters: bool) -> mx.array:
+    """Apply temperature and the filters.
+
+    Args:
+        logits: [B, N, V], any float dtype.
+        sampling: one value a row.
+        filters: whether any row uses top-k, top-p or min-p; False leaves the sort out of the graph.
+
+    Returns:
+        float32 [B, N, V]: scaled logits, -inf where filtered out. A row at temperature 0 is neither scaled nor
+        filtered: its argmax is the same either way.
+    """
+    logits = logits.astype(mx.float32)
+    sampled = (sampling.temperature > 0)[:, None, None]  # [B, 1, 1]
+    scaled = logits / mx.where(sampled, sampling.temperature[:, None, None], 1.0)
+    if not filters:
+        return scaled
+    threshold = mx.where(sampled, _threshold(scaled, sampling), -mx.inf)
+    return mx.where(scaled >= threshold, scaled, -mx.inf)
+
+
+def choose(warped: mx.array, sampling: Sampling, noise: mx.array | None) -> mx.array:
+    """Draw one id a position by the Gumbel-max trick; the argmax where the temperature is 0.
+
+    Args:
+        warped: float32 [B, N, V].
+        sampling: one temperature a row.
+        noise: float32 [B, N, V], finite; None where every row is greedy.
+
+    Returns:
+        int32 [B, N].
+    """
+    if noise is not None:
+        # where, never 0 * noise: the greedy bits must not depend on the noise at all
+        warped = mx.where((sampling.temperature > 0)[:, None, None], warped + noise, warped)
+    return mx.argmax(warped, axis=-1).astype(mx.int32)
+
+
+def _threshold(scaled: mx.array, sampling: Sampling) -> mx.array:
+    """The smallest scaled logit that every filter keeps: float32 [B, N, 1], -inf where all filters are off."""
+    vocab = scaled.shape[-1]
+    descending = -mx.sort(-scaled, axis=-1)  # [B, N, V]
+    top_k = sampling.top_k[:, None, None]
+    last = mx.where(top_k > 0, mx.minimum(top_k, vocab), vocab) - 1
+    last = mx.broadcast_to(last, (*scaled.shape[:-1], 1))  # [B, N, 1]
+    kth = mx.take_along_axis(descending, last, axis=-1)
+    kth = mx.where(top_k > 0, kth, -mx.inf)
+
+    # top-p counts the mass of what top-k left
+    probs = mx.softmax(mx.where(descending >= kth, descending, -mx.inf), axis=-1)
+    before = mx.cumsum(probs, axis=-1) - probs
+    top_p = sampling.top_p[:, None, None]
+    nucleus = mx.min(mx.where(before < top_p, descending, mx.inf), axis=-1, keepdims=True)
+    nucleus = mx.where(top_p < 1, nucleus, -mx.inf)
+
+    min_p = sampling.min_p[:, None, None]
+    floor = descending[..., :1] + mx.log(mx.maximum(min_p, 1e-30))
+    floor = mx.where(min_p > 0, floor, -mx.inf)
+    return mx.maximum(mx.maximum(kth, nucleus), floor)

@@ -1,0 +1,87 @@
+"""The three records of a decoding step, and their flat trees.
+
+`mx.compile` takes trees of tuples, not attrs instances, so each record converts itself at that one boundary. The
+records freeze their fields, not the contents of the arrays: nothing in kernel/ assigns to an array's elements.
+"""
+
+from typing import Any, TypeAlias
+
+import attrs
+import mlx.core as mx
+
+__all__ = ["DecodeState", "KVCache", "Sampling", "StepOutput"]
+
+KVCache: TypeAlias = tuple[tuple[mx.array, mx.array], ...]
+"""Keys and values of every layer, each [B, H, C, D]; an empty tuple where there is no model."""
+
+Tree: TypeAlias = tuple[Any, ...]
+
+
+class _Record:
+    """Conversion between a record and the tuple of its fields, in the order they are declared."""
+
+    def to_tree(self) -> Tree:
+        return tuple(getattr(self, field.name) for field in attrs.fields(type(self)))
+
+    @classmethod
+    def from_tree(cls, tree: Tree) -> Any:
+        return cls(*tree)
+
+
+@attrs.frozen(eq=False)
+class DecodeState(_Record):
+    """Everything a step reads and writes, for B rows over a context of C slots.
+
+    Invariant: both caches are valid for positions [0, length - 1); the last committed token has not been fed yet.
+    Entries behind that are stale: masked, finite, and overwritten before they are read.
+    """
+
+    tokens: mx.array
+    """int32 [B, C]: committed ids, prompt and output; what lies behind `length` means nothing."""
+    length: mx.array
+    """int32 [B]: number of committed ids."""
+    limit: mx.array
+    """int32 [B]: the length at which the row stops, C - 1 at most; a row with length >= limit is idle."""
+    target_kv: KVCache
+    draft_kv: KVCache
+    key: mx.array
+    """uint32 [B, 2]: root key of the row's request, from `noise.root_key`."""
+
+
+@attrs.frozen(eq=False)
+class Sampling(_Record):
+    """How each row is sampled. Arrays, so that a new request never recompiles the step."""
+
+    temperature: mx.array
+    """float32 [B]: 0 is greedy."""
+    top_k: mx.array
+    """int32 [B]: keep the k likeliest ids; 0 keeps all."""
+    top_p: mx.array
+    """float32 [B]: keep the likeliest ids up to this mass, in (0, 1]; 1 keeps all."""
+    min_p: mx.array
+    """float32 [B]: keep ids at least this likely, as a share of the likeliest one, in [0, 1]; 0 keeps all."""
+    draft_k: mx.array
+    """int32 [B]: how many tokens the draft may propose, clipped to the K of the step; 0 does not speculate."""
+    coupled: mx.array
+    """bool [B]: accept by shared noise (True) or by the ratio of probabilities (False)."""
+
+
+@attrs.frozen(eq=False)
+class StepOutput(_Record):
+    """What one step emitted, padded to the window W."""
+
+    tokens: mx.array
+    """int32 [B, W]: emitted ids, -1 behind the last."""
+    emitted: mx.array
+    """int32 [B]: how many ids were emitted; 0 for an idle row."""
+    proposed: mx.array
+    """int32 [B]: drafted ids that could have been emitted before the row's limit."""
+    accepted: mx.array
+    """int32 [B]: drafted ids that were emitted."""
+    finite: mx.array
+    """bool [B]: False when the target's logits were not finite; such a row emits nothing and keeps its length."""
+    proposals: mx.array
+    """int32 [B, K]: the drafted ids."""
+    margin: mx.array
+    """float32 [B, W]: target logit of the best id minus that of the second best, at each window position; [B, 0]
+    unless the step was configured with diagnostics."""

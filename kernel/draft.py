@@ -101,4 +101,4 @@ def _fit(logits: mx.array, vocab_size: int) -> mx.array:
     missing = vocab_size - logits.shape[-1]
     if missing == 0:
         return logits
-    return mx.pad(logits, [(0, 0), (0, 0), (0, missing)], constant_value=-mx.inf)
+    return mx.pad(logits, [(0, 0), (0, 0), (0, missing)], constant_values=-mx.inf)

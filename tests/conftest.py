@@ -1,0 +1,41 @@
+"""Shared fixtures. The runtime starts first: the BLAS has to be loaded before any test module imports MLX."""
+
+import pytest
+
+from posttrainllm.adapters.runtime import Runtime, start
+
+RUNTIME = start()
+
+
+@pytest.fixture(scope="session")
+def runtime() -> Runtime:
+    return RUNTIME
+
+
+@pytest.fixture(scope="session")
+def embedded_pair():
+    from posttrainllm.adapters.loading.pair import load_pair
+
+    return load_pair()
+
+
+@pytest.fixture(scope="session")
+def embedded_pair_bfloat16():
+    from posttrainllm.adapters.loading.pair import load_pair
+
+    return load_pair(dtype="bfloat16")
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory):
+    """Directory of a random two-layer Llama with the embedded tokenizer."""
+    from support import save_tiny_llama
+
+    return save_tiny_llama(tmp_path_factory.mktemp("tiny") / "target", seed=1)
+
+
+@pytest.fixture(scope="session")
+def tiny_draft_checkpoint(tmp_path_factory):
+    from support import save_tiny_llama
+
+    return save_tiny_llama(tmp_path_factory.mktemp("tiny") / "draft", seed=2, layers=1)

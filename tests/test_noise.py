@@ -1,0 +1,99 @@
+import math
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from posttrainllm.kernel import noise
+from posttrainllm.kernel.errors import UsageError
+
+
+def keys_of(seeds, positions, purpose):
+    roots = mx.stack([noise.root_key(seed) for seed in seeds])
+    grid = mx.broadcast_to(mx.array(list(positions), dtype=mx.int32)[None], (len(seeds), len(positions)))
+    return noise.position_keys(roots, grid, purpose)
+
+
+def test_no_two_of_seed_position_and_purpose_share_a_key():
+    # 64 neighbouring seeds x 256 positions x 3 purposes; by chance two 64-bit keys of 49152 agree once in 1.5e10 runs
+    keys = [
+        np.array(keys_of(range(64), range(256), purpose)).reshape(-1, 2)
+        for purpose in (noise.TARGET, noise.DRAFT, noise.ACCEPT)
+    ]
+    everything = np.concatenate(keys)
+    assert len(np.unique(everything, axis=0)) == len(everything)
+
+
+def test_the_purposes_are_distinct_constants():
+    assert len({noise.TARGET, noise.DRAFT, noise.ACCEPT}) == 3
+
+
+def test_a_purpose_a_row_gives_that_row_the_keys_of_its_purpose():
+    roots = mx.stack([noise.root_key(1), noise.root_key(2)])
+    positions = mx.array([[3, 4], [5, 6]], dtype=mx.int32)
+    mixed = noise.position_keys(roots, positions, mx.array([noise.TARGET, noise.DRAFT], dtype=mx.uint32))
+    assert mx.array_equal(mixed[0], noise.position_keys(roots, positions, noise.TARGET)[0])
+    assert mx.array_equal(mixed[1], noise.position_keys(roots, positions, noise.DRAFT)[1])
+
+
+def test_noise_does_not_depend_on_the_other_rows_or_positions_drawn_with_it():
+    together = noise.gumbel(keys_of([5, 6, 7], range(4), noise.TARGET), 32)
+    alone = noise.gumbel(keys_of([6], [2], noise.TARGET), 32)
+    assert mx.array_equal(together[1, 2], alone[0, 0])
+
+
+def test_uniforms_are_uniform():
+    # Kolmogorov-Smirnov over 65536 values; sqrt(n) D > 2.8 happens with probability 2 exp(-2 * 2.8**2) = 3e-7
+    values = np.sort(np.array(noise.uniform(keys_of(range(256), range(256), noise.ACCEPT))).ravel())
+    grid = (np.arange(values.size) + 0.5) / values.size
+    assert math.sqrt(values.size) * np.max(np.abs(values - grid)) < 2.8
+    assert values[0] >= 0
+    assert values[-1] < 1
+
+
+@pytest.mark.parametrize("shift", [(1, 0), (0, 1)], ids=["neighbouring seeds", "neighbouring positions"])
+def test_neighbours_are_uncorrelated(shift):
+    # the correlation of 65280 independent pairs is normal with sd 1/sqrt(n): five sd happen with probability 6e-7
+    values = np.array(noise.uniform(keys_of(range(256), range(256), noise.TARGET)))
+    first = values[: 256 - shift[0], : 256 - shift[1]].ravel()
+    second = values[shift[0] :, shift[1] :].ravel()
+    assert abs(np.corrcoef(first, second)[0, 1]) * math.sqrt(first.size) < 5
+
+
+def test_purposes_are_uncorrelated():
+    # three pairs of 65536 values; five sd happen with probability 2e-6 in all
+    values = [
+        np.array(noise.uniform(keys_of(range(256), range(256), purpose))).ravel()
+        for purpose in (noise.TARGET, noise.DRAFT, noise.ACCEPT)
+    ]
+    for first, second in ((0, 1), (0, 2), (1, 2)):
+        assert abs(np.corrcoef(values[first], values[second])[0, 1]) * 256 < 5
+
+
+def test_gumbel_noise_has_the_law_of_gumbel():
+    # mean is Euler's constant, variance pi**2/6; five sd of the mean of 262144 values, probability 6e-7
+    values = np.array(noise.gumbel(keys_of(range(64), range(64), noise.TARGET), 64)).ravel()
+    assert abs(values.mean() - np.euler_gamma) < 5 * math.pi / math.sqrt(6 * values.size)
+    assert abs(values.var() - math.pi**2 / 6) < 0.05
+
+
+def test_gumbel_noise_is_finite_at_the_ends_of_the_uniform():
+    ends = noise.gumbel_from_uniform(mx.array([0.0, 2**-32, 0.5, 1 - 2**-24], dtype=mx.float32))
+    assert np.all(np.isfinite(np.array(ends)))
+    assert ends[0].item() == pytest.approx(33 * math.log(2), abs=1e-3)
+
+
+def test_gumbel_noise_resolves_its_upper_tail():
+    tail = noise.gumbel_from_uniform(mx.array([2**-20, 2**-26, 2**-31], dtype=mx.float32))
+    expected = [-math.log(-math.log1p(-(v + 2**-33))) for v in (2**-20, 2**-26, 2**-31)]
+    np.testing.assert_allclose(np.array(tail), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("seed", [-1, 2**64])
+def test_a_seed_out_of_range_is_refused(seed):
+    with pytest.raises(UsageError, match="seed: got"):
+        noise.root_key(seed)
+
+
+def test_seeds_differ_in_their_high_bits_too():
+    assert not mx.array_equal(noise.root_key(5), noise.root_key(5 + 2**32))

@@ -1,0 +1,243 @@
+import mlx.core as mx
+import numpy as np
+import pytest
+from support import decode, make_sampling, make_state, table_forward, tiny_pair, without_draft
+
+from posttrainllm.kernel.config import StepConfig
+from posttrainllm.kernel.draft import Draft
+from posttrainllm.kernel.pure_step import compile_step
+from posttrainllm.kernel.state import DecodeState
+
+VOCAB = 16
+
+
+def tables(seed: int = 0):
+    generator = np.random.default_rng(seed)
+    return [mx.array(generator.normal(size=(VOCAB, VOCAB)).astype(np.float32) * 2) for _ in range(2)]
+
+
+def make_step(config: StepConfig, *, compiled: bool = True, context: int = 10**6, draft_vocab: int = VOCAB):
+    target, proposer = tables()
+    draft = Draft(forward=table_forward(proposer[:draft_vocab, :draft_vocab]), vocab_size=draft_vocab, context=context)
+    return compile_step(config, table_forward(target), draft, compiled=compiled)
+
+
+def run_pair(pair, *, compiled: bool, steps: int, mode: str, **options):
+    """Outputs of `steps` steps of three rows on a pair, as numpy trees."""
+    draft = Draft(forward=pair.draft.forward, vocab_size=pair.draft.vocab_size, context=pair.draft.context)
+    config = StepConfig(width=3, vocab_size=pair.vocab_size, mode=mode, diagnostics=True)
+    step = compile_step(config, pair.target.forward, draft, compiled=compiled)
+    state = make_state(
+        [[3], [4, 5, 6], [7, 8]],
+        limit=250,
+        capacity=256,
+        target_kv=pair.target.make_kv(3, 256),
+        draft_kv=pair.draft.make_kv(3, 256),
+    )
+    outputs = []
+    for _ in range(steps):
+        state, output = step(state, make_sampling(3, **options))
+        mx.eval(state.to_tree(), output.to_tree())
+        outputs.append([np.array(array) for array in output.to_tree()])
+    return outputs
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("mode", "options"),
+    [
+        ("greedy", {}),
+        ("sampled", {"temperature": [0.7, 1.0, 1.5], "coupled": [True, False, False]}),
+        ("filtered", {"temperature": 1.0, "top_k": 20, "top_p": 0.9, "min_p": 0.01}),
+    ],
+)
+def test_compiled_equals_uncompiled_over_64_steps(dtype, mode, options):
+    pair = tiny_pair(dtype=dtype, draft="noisy")
+    compiled = run_pair(pair, compiled=True, steps=64, mode=mode, **options)
+    uncompiled = run_pair(pair, compiled=False, steps=64, mode=mode, **options)
+    for step, (ours, theirs) in enumerate(zip(compiled, uncompiled, strict=True)):
+        for one, other in zip(ours, theirs, strict=True):
+            np.testing.assert_array_equal(one, other, err_msg=f"step {step}")
+
+
+def test_a_step_is_traced_once_whatever_changes_between_steps():
+    target, proposer = tables()
+    traces = []
+
+    def counting(table):
+        plain = table_forward(table)
+
+        def forward(tokens, kv, position):
+            traces.append(1)
+            return plain(tokens, kv, position)
+
+        return forward
+
+    draft = Draft(forward=counting(proposer), vocab_size=VOCAB, context=10**6)
+    step = compile_step(StepConfig(width=4, vocab_size=VOCAB, mode="filtered"), counting(target), draft)
+    state = make_state([[1, 2], [3]], limit=200, capacity=256)
+    for index in range(30):
+        sampling = make_sampling(
+            2, temperature=0.1 * index, top_k=index, top_p=1 - index / 50, draft_k=[index % 5, 2], coupled=bool(index % 2)
+        )
+        state, output = step(state, sampling)
+        mx.eval(state.to_tree(), output.to_tree())
+        if index == 10:  # a new request in row 1
+            state = make_state([[4, 5, 6], [7]], limit=90, capacity=256, seeds=[5, 6])
+    assert len(traces) == 3 + 1  # the draft's K forwards and the target's, once
+
+
+def test_the_boundary_refuses_a_dtype_that_would_retrace():
+    step = make_step(StepConfig(width=3, vocab_size=VOCAB))
+    state = make_state([[1]], limit=20, capacity=32)
+    wrong = DecodeState.from_tree((state.tokens, state.length.astype(mx.int64), *state.to_tree()[2:]))
+    with pytest.raises(AssertionError, match="length: got"):
+        step(wrong, make_sampling(1))
+
+
+def test_an_idle_row_emits_nothing_and_keeps_its_state():
+    step = make_step(StepConfig(width=4, vocab_size=VOCAB, mode="sampled"))
+    state = make_state([[1, 2, 3], [4, 5]], limit=3, capacity=16)
+    after, output = step(state, make_sampling(2, temperature=1.0))
+    assert output.emitted.tolist()[0] == 0
+    assert output.proposed.tolist()[0] == 0
+    assert output.tokens.tolist()[0] == [-1] * 4
+    assert after.length.tolist()[0] == 3
+    assert after.tokens.tolist()[0][:3] == [1, 2, 3]
+    assert output.emitted.tolist()[1] == 1
+
+
+def test_a_row_that_was_never_filled_is_idle():
+    step = make_step(StepConfig(width=4, vocab_size=VOCAB))
+    state = make_state([[], [4, 5]], limit=0, capacity=16)
+    _, output = step(state, make_sampling(2))
+    assert output.emitted.tolist() == [0, 0]
+    assert output.finite.tolist() == [True, True]
+
+
+def test_a_row_that_does_not_speculate_emits_one_token_beside_one_that_does():
+    target, _ = tables()
+    same = Draft(forward=table_forward(target), vocab_size=VOCAB, context=10**6)
+    step = compile_step(StepConfig(width=4, vocab_size=VOCAB), table_forward(target), same)
+    _, output = step(make_state([[1], [1]], limit=14, capacity=16), make_sampling(2, draft_k=[0, 3]))
+    assert output.proposed.tolist() == [0, 3]
+    assert output.emitted.tolist() == [1, 4]
+    assert output.tokens.tolist()[0][0] == output.tokens.tolist()[1][0]
+
+
+def test_emission_stops_at_the_limit_and_only_what_could_be_emitted_is_proposed():
+    target, _ = tables()
+    same = Draft(forward=table_forward(target), vocab_size=VOCAB, context=10**6)
+    step = compile_step(StepConfig(width=9, vocab_size=VOCAB), table_forward(target), same)
+    state, output = step(make_state([[1, 2]], limit=5, capacity=16), make_sampling(1))
+    assert output.emitted.item() == 3
+    assert output.proposed.item() == 3
+    assert output.accepted.item() == 3
+    assert state.length.item() == 5
+    assert output.tokens.tolist()[0][3:] == [-1] * 6
+
+
+def test_the_draft_stops_proposing_at_the_end_of_its_context():
+    step = make_step(StepConfig(width=5, vocab_size=VOCAB), context=4)
+    proposed = []
+    state = make_state([[1, 2]], limit=12, capacity=32)
+    while state.length.item() < 12:
+        length = state.length.item()
+        state, output = step(state, make_sampling(1))
+        proposed.append((length, output.proposed.item()))
+    # a proposal at position p feeds position p - 1, which must be one of the draft's four
+    assert all(count == max(0, min(4, 12 - length, 4 - length + 1)) for length, count in proposed)
+    assert proposed[-1][1] == 0
+
+
+def test_a_draft_with_fewer_ids_than_the_target_decodes_the_same_text():
+    config = StepConfig(width=4, vocab_size=VOCAB)
+    texts = []
+    for draft_vocab in (VOCAB, 5):
+        step = make_step(config, draft_vocab=draft_vocab)
+        state = make_state([[14, 15]], limit=30, capacity=64)
+        while state.length.item() < 30:
+            state, output = step(state, make_sampling(1))
+            assert max(output.proposals.tolist()[0]) < draft_vocab
+        texts.append(state.tokens.tolist())
+    assert texts[0] == texts[1]
+
+
+def test_padding_rows_of_the_target_are_never_emitted():
+    target = mx.zeros((VOCAB, VOCAB)).at[:, VOCAB - 1].add(100.0)  # the best id is padding
+    draft = Draft(forward=table_forward(target), vocab_size=VOCAB, context=10**6)
+    step = compile_step(StepConfig(width=3, vocab_size=VOCAB - 1, mode="sampled"), table_forward(target), draft)
+    state = make_state([[1]], limit=20, capacity=32)
+    for _ in range(20):
+        state, _ = step(state, make_sampling(1, temperature=1.0))
+    assert max(state.tokens.tolist()[0]) < VOCAB - 1
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_a_row_whose_target_logits_are_not_finite_emits_nothing_and_its_neighbour_goes_on(bad):
+    target, proposer = tables()
+    table = mx.where((mx.arange(VOCAB) == 3)[:, None] & (mx.arange(VOCAB) == 5)[None], bad, target)
+    draft = Draft(forward=table_forward(proposer), vocab_size=VOCAB, context=10**6)
+    step = compile_step(StepConfig(width=4, vocab_size=VOCAB), table_forward(table), draft)
+    state, output = step(make_state([[3], [1]], limit=10, capacity=16), make_sampling(2, draft_k=[3, 0]))
+    assert output.finite.tolist() == [False, True]
+    assert output.emitted.tolist() == [0, 1]
+    assert state.length.tolist()[0] == 1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_draft_that_computes_nan_proposes_nothing_and_decoding_goes_on(temperature):
+    target, proposer = tables()
+    draft = Draft(forward=table_forward(proposer * float("nan")), vocab_size=VOCAB, context=10**6)
+    config = StepConfig(width=4, vocab_size=VOCAB, mode="sampled")
+    step = compile_step(config, table_forward(target), draft)
+    plain = compile_step(config, table_forward(target))
+    states = [make_state([[3], [1]], limit=10, capacity=16) for _ in range(2)]
+    for _ in range(9):
+        states[0], output = step(states[0], make_sampling(2, temperature=temperature))
+        states[1], _ = plain(states[1], make_sampling(2, temperature=temperature))
+        assert output.proposed.tolist() == [0, 0]
+    assert states[0].tokens.tolist() == states[1].tokens.tolist()
+
+
+def test_the_margin_is_best_minus_second_best():
+    table = mx.zeros((VOCAB, VOCAB)).at[:, 3].add(5.0).at[:, 7].add(3.5)
+    draft = Draft(forward=table_forward(table), vocab_size=VOCAB, context=10**6)
+    config = StepConfig(width=3, vocab_size=VOCAB, diagnostics=True)
+    _, output = compile_step(config, table_forward(table), draft)(
+        make_state([[1]], limit=10, capacity=16), make_sampling(1)
+    )
+    assert output.margin.tolist() == [[1.5] * 3]
+
+
+@pytest.mark.parametrize("width", [2, 9])
+def test_the_last_position_of_the_context_is_reached(width):
+    pair = tiny_pair(draft="noisy", context=64)
+    for chosen in (pair, without_draft(pair)):
+        ids = decode(chosen, [[5] * 60, [6] * 3], width=width, count=4, capacity=65)
+        assert [len(row) for row in ids] == [4, 4]
+
+
+def test_stepping_does_not_copy_the_cache():
+    """Holding the old state while the new one is evaluated would double the peak."""
+    pair = tiny_pair(draft="random")
+    capacity = 16384
+    kv_bytes = sum(array.nbytes for model in (pair.target, pair.draft) for layer in model.make_kv(1, capacity) for array in layer)
+    draft = Draft(forward=pair.draft.forward, vocab_size=pair.draft.vocab_size, context=capacity)
+    step = compile_step(StepConfig(width=3, vocab_size=pair.vocab_size), pair.target.forward, draft)
+    state = make_state(
+        [[1, 2]],
+        limit=capacity - 1,
+        capacity=capacity,
+        target_kv=pair.target.make_kv(1, capacity),
+        draft_kv=pair.draft.make_kv(1, capacity),
+    )
+    mx.eval(state.to_tree())
+    sampling = make_sampling(1)
+    for index in range(4):
+        if index == 2:
+            mx.reset_peak_memory()
+            before = mx.get_active_memory()
+        state, output = step(state, sampling)
+        mx.eval(state.to_tree(), output.to_tree())
+    assert mx.get_peak_memory() - before < 0.8 * kv_bytes

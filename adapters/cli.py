@@ -34,7 +34,7 @@ class _LazyGroup(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl([(name, _COMMANDS[name][1]) for name in self.list_commands(ctx)])
 
-    def main(self, *args: Any, **kwargs: Any) -> NoReturn:  # type: ignore[override] # we always exit
+    def main(self, *args: Any, **kwargs: Any) -> NoReturn:  # we always exit
         logging.basicConfig(format="warning: %(message)s", level=logging.WARNING)
         kwargs["standalone_mode"] = False
         try:

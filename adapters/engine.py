@@ -10,56 +10,22 @@ from collections.abc import Sequence
 import attrs
 import mlx.core as mx
 import numpy as np
+import numpy.typing as npt
 
 from posttrainllm.adapters.loading.memory import check_kv
 from posttrainllm.adapters.loading.pair import Pair
+from posttrainllm.adapters.rows import RowRequest, RowStep, sampling_of, smallest_mode
 from posttrainllm.kernel.cache import insert_row
 from posttrainllm.kernel.config import Mode, StepConfig
 from posttrainllm.kernel.draft import Draft
 from posttrainllm.kernel.errors import CapacityError
 from posttrainllm.kernel.noise import root_key
 from posttrainllm.kernel.pure_step import Prefill, Step, compile_prefill, compile_step
-from posttrainllm.kernel.state import DecodeState, KVCache, Sampling, StepOutput
+from posttrainllm.kernel.state import DecodeState, KVCache, StepOutput
 
-__all__ = ["Engine", "RowRequest", "RowStep", "capacity_for", "prefill_chunk"]
+__all__ = ["Engine", "capacity_for", "prefill_chunk"]
 
 _BUCKET = 256  # one capacity for many prompts: every capacity is a trace of its own
-
-
-@attrs.frozen(kw_only=True)
-class RowRequest:
-    """One request as a row of the engine sees it; values are checked by whoever made it."""
-
-    prompt: Sequence[int]
-    limit: int
-    """Length, prompt included, at which the row stops."""
-    seed: int = 0
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    draft_k: int = 0
-    coupled: bool = False
-
-    @property
-    def mode(self) -> Mode:
-        """The smallest step that serves it."""
-        if self.temperature == 0:
-            return "greedy"
-        filtered = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
-        return "filtered" if filtered else "sampled"
-
-
-@attrs.frozen(kw_only=True)
-class RowStep:
-    """What one step did to one row, on the host."""
-
-    tokens: tuple[int, ...]
-    proposed: int
-    accepted: int
-    finite: bool
-    margins: tuple[float, ...]
-    """Top-2 logit margins of the emitted ids; empty unless the engine has diagnostics."""
 
 
 def capacity_for(length: int, width: int) -> int:
@@ -106,10 +72,6 @@ class Engine:
         self._depth = 1 if pair.runtime.device == "gpu" else 0
         self._models = [pair.target] if pair.draft is None else [pair.target, pair.draft]
         check_kv(sum(_kv_bytes(model.kv_shapes, model.kv_dtype.size, rows, capacity) for model in self._models))
-        self._prefills: list[Prefill] = [
-            compile_prefill(model.forward, compiled=self._compiled) for model in self._models
-        ]
-        self._compiled_steps: dict[Mode, Step] = {}
         self._requests: list[RowRequest | None] = [None] * rows
         self._epochs = [0] * rows
         self._in_flight: deque[tuple[tuple[int, ...], StepOutput]] = deque()
@@ -122,7 +84,7 @@ class Engine:
             draft_kv=kv[1] if len(kv) > 1 else (),
             key=mx.zeros((rows, 2), dtype=mx.uint32),
         )
-        self._sampling = self._make_sampling()
+        self._sampling = sampling_of(self._requests)
 
     def insert(self, row: int, request: RowRequest) -> None:
         """Prefill a prompt and put it in a row, whose old contents are overwritten whole.
@@ -153,7 +115,7 @@ class Engine:
         mx.eval(self._state.to_tree())
         self._requests[row] = request
         self._epochs[row] += 1
-        self._sampling = self._make_sampling()
+        self._sampling = sampling_of(self._requests)
 
     def release(self, row: int) -> None:
         """Make a row idle; a step in flight for it is forgotten."""
@@ -189,49 +151,45 @@ class Engine:
         }
 
     def _launch(self) -> None:
-        modes: list[Mode] = [request.mode for request in self._requests if request is not None]
-        mode: Mode = "filtered" if "filtered" in modes else "sampled" if "sampled" in modes else "greedy"
-        step = self._step_for(mode)
+        step = self._step_for(smallest_mode(self._requests))
         # nothing may hold the old state while the new one is evaluated, or its buffers are copied
         state, self._state = self._take(), None
         self._state, output = step(state, self._sampling)
         del state
-        mx.async_eval(self._state.to_tree(), output.to_tree())
+        mx.async_eval(self._state.to_tree(), output.to_tree())  # type: ignore[no-untyped-call] # as MLX declares it
         self._in_flight.append((tuple(self._epochs), output))
 
     def _step_for(self, mode: Mode) -> Step:
-        if mode not in self._compiled_steps:
-            config = StepConfig(
-                width=self.width, vocab_size=self.pair.vocab_size, mode=mode, diagnostics=self._diagnostics
-            )
+        config = StepConfig(width=self.width, vocab_size=self.pair.vocab_size, mode=mode, diagnostics=self._diagnostics)
+        key = (config, self._compiled)
+        if key not in self.pair.compiled:
             model = self.pair.draft
-            draft = model and Draft(forward=model.forward, vocab_size=model.vocab_size, context=model.context)
-            self._compiled_steps[mode] = compile_step(config, self.pair.target.forward, draft, compiled=self._compiled)
-        return self._compiled_steps[mode]
+            draft = None
+            if model is not None:
+                draft = Draft(forward=model.forward, vocab_size=model.vocab_size, context=model.context)
+            self.pair.compiled[key] = compile_step(config, self.pair.target.forward, draft, compiled=self._compiled)
+        step: Step = self.pair.compiled[key]
+        return step
 
-    def _prefill(self, index: int, tokens: np.ndarray, count: int) -> KVCache:
+    def _prefill_for(self, index: int) -> Prefill:
+        key = (index, self._compiled)
+        if key not in self.pair.compiled:
+            self.pair.compiled[key] = compile_prefill(self._models[index].forward, compiled=self._compiled)
+        prefill: Prefill = self.pair.compiled[key]
+        return prefill
+
+    def _prefill(self, index: int, tokens: npt.NDArray[np.int32], count: int) -> KVCache:
         """The cache of one row with positions [0, count) written, in chunks at absolute multiples of P."""
         kv = self._models[index].make_kv(1, self.capacity)
+        prefill = self._prefill_for(index)
         last_id = self._models[index].vocab_size - 1  # a draft may know fewer ids than the target
         for start in range(0, count, self._chunk):
             chunk = np.zeros((1, self._chunk), dtype=np.int32)
             known = tokens[:, start : min(start + self._chunk, count)]
             chunk[:, : known.shape[1]] = np.minimum(known, last_id)
-            kv = self._prefills[index](mx.array(chunk), kv, mx.array([start], dtype=mx.int32))
+            kv = prefill(mx.array(chunk), kv, mx.array([start], dtype=mx.int32))
             mx.eval(kv)
         return kv
-
-    def _make_sampling(self) -> Sampling:
-        idle = RowRequest(prompt=(), limit=0)
-        requests = [request or idle for request in self._requests]
-        return Sampling(
-            temperature=mx.array([request.temperature for request in requests], dtype=mx.float32),
-            top_k=mx.array([request.top_k for request in requests], dtype=mx.int32),
-            top_p=mx.array([request.top_p for request in requests], dtype=mx.float32),
-            min_p=mx.array([request.min_p for request in requests], dtype=mx.float32),
-            draft_k=mx.array([request.draft_k for request in requests], dtype=mx.int32),
-            coupled=mx.array([request.coupled for request in requests], dtype=mx.bool_),
-        )
 
     def _take(self) -> DecodeState:
         assert self._state is not None, "a step failed and took the state with it"
@@ -246,10 +204,11 @@ class Engine:
         for index in request.prompt:
             if not 0 <= index < vocab_size:
                 raise CapacityError(f"prompt: got token id {index}, expected 0 to {vocab_size - 1}")
-        if not len(request.prompt) < request.limit < self.capacity:
+        most = min(self.capacity - 1, self.pair.target.context)
+        if not len(request.prompt) < request.limit <= most:
             raise CapacityError(
                 f"limit: got {request.limit} for a prompt of {len(request.prompt)} tokens, "
-                f"expected more than the prompt and less than the capacity {self.capacity}"
+                f"expected {len(request.prompt) + 1} to {most}"
             )
 
 

@@ -8,7 +8,8 @@ from posttrainllm.adapters.loading.pair import Pair, load_pair
 from posttrainllm.adapters.params import SamplingParams
 
 if TYPE_CHECKING:  # it imports MLX, and the BLAS must come first
-    from posttrainllm.adapters.generation import Chunk, Generation, Result
+    from posttrainllm.adapters.generation import Generation
+    from posttrainllm.adapters.result import Chunk, Result
 
 __all__ = ["generate", "load", "stream"]
 

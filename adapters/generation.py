@@ -2,82 +2,18 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, TypeAlias
 
-import attrs
 import mlx.core as mx
 
-from posttrainllm.adapters.engine import Engine, RowRequest, RowStep, capacity_for
+from posttrainllm.adapters.engine import Engine, capacity_for
 from posttrainllm.adapters.loading.pair import Pair
 from posttrainllm.adapters.params import MAX_DRAFT_K, SamplingParams
+from posttrainllm.adapters.result import Chunk, FinishReason, Result, Timings, Usage
+from posttrainllm.adapters.rows import RowRequest, RowStep
 from posttrainllm.adapters.text import IncrementalDecoder, StopMatcher
 from posttrainllm.kernel.errors import CapacityError, NonFiniteError, UsageError
 
-__all__ = ["Chunk", "FinishReason", "Generation", "Result", "Timings", "Usage"]
-
-FinishReason: TypeAlias = Literal["stop", "length", "cancelled"]
-
-
-@attrs.frozen(kw_only=True)
-class Chunk:
-    """What one step added."""
-
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: FinishReason | None = None
-    """Set on the last chunk."""
-
-
-@attrs.frozen(kw_only=True)
-class Usage:
-    """Token counts; proposals past the end and accepted ids that were cut are not counted."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    draft_proposed: int
-    draft_accepted: int
-    accept_rate: float | None
-    """draft_accepted / draft_proposed; None when nothing was proposed."""
-
-
-@attrs.frozen(kw_only=True)
-class Timings:
-    """Seconds and rates. Decoding is clocked from the end of the first step, which also traces and compiles."""
-
-    prefill_s: float
-    ttft_s: float
-    decode_s: float
-    decode_tokens_per_s: float | None
-    """Ids after the first step by `decode_s`; None when there was no second step."""
-    steps: int
-    tokens_per_step: float | None
-
-
-@attrs.frozen(kw_only=True)
-class Result:
-    """A finished or cancelled generation."""
-
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: FinishReason
-    usage: Usage
-    timings: Timings
-    peak_memory_bytes: int
-    seed: int
-    model: str
-    draft_model: str | None
-    draft_k: int | None
-    accept_rule: str | None
-    device: str
-    dtype: str
-    blas: str | None
-    speculative: dict[str, Any]
-    """`enabled`, and the `reason` when it is not."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """As plain dictionaries and lists, for JSON."""
-        return attrs.asdict(self)
+__all__ = ["Generation"]
 
 
 class Generation:

@@ -21,7 +21,7 @@ _LINE = "{:<20}{:>8}{:>14}{:>8}{:>14}{:>12}{:>11}"
 
 _ROUNDS = pytest.StashKey[list[dict[str, Any]]]()
 _RUNTIME = pytest.StashKey[Runtime]()
-_LOAD = pytest.StashKey[float]()
+_CPU_TIMES = pytest.StashKey[tuple[float, float] | None]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -31,7 +31,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Load the BLAS: the benchmark modules import MLX, and it has to come before."""
-    config.stash[_LOAD] = round(os.getloadavg()[0], 2)  # what else runs here; a busy machine makes the numbers worthless
+    config.stash[_CPU_TIMES] = _cpu_times()
     config.stash[_RUNTIME] = start()
 
 
@@ -122,7 +122,7 @@ def _setting(config: pytest.Config, repeats: list[dict[str, dict[str, Any]]]) ->
         "device": runtime.device,
         "device_name": runtime.device_name,
         "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "load_before": config.stash[_LOAD],
+        "others_cpu": _others_cpu(config.stash[_CPU_TIMES]),
         "mlx": runtime.mlx_version,
         "mlx_lm": importlib.metadata.version("mlx-lm"),
         "blas": runtime.blas,
@@ -130,3 +130,10 @@ def _setting(config: pytest.Config, repeats: list[dict[str, dict[str, Any]]]) ->
         "repeats": len(repeats),
         "prompts": len(repeats),
     }
+
+
+def _cpu_times() -> tuple[float, float] | None:
+    """CPU seconds so far, over all CPUs: the whole, and what others than this process used. None where unknown."""
+    if not os.path.exists("/proc/stat"):
+        return None
+    return None

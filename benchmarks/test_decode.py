@@ -16,7 +16,8 @@ from mlx.nn.layers.base import Module
 from mlx_lm.generate import generate_step, generation_stream, speculative_generate_step
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from posttrainllm.adapters.engine import Engine, RowRequest, capacity_for
+from posttrainllm.adapters.engine import Engine, capacity_for
+from posttrainllm.adapters.rows import RowRequest
 from posttrainllm.adapters.loading.checkpoint import read_checkpoint
 from posttrainllm.adapters.loading.module import load_module
 from posttrainllm.adapters.loading.pair import Pair, embedded_path, load_pair

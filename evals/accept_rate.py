@@ -20,65 +20,18 @@ import click
 
 from posttrainllm.adapters.loading.pair import DTYPES, Pair, load_pair
 from posttrainllm.adapters.params import MAX_DRAFT_K
+from posttrainllm.evals.counting import acceptance, count_equal, generated, repeated_share
 from posttrainllm.kernel.errors import CapacityError, NonFiniteError, PosttrainllmError, UsageError
 
 if TYPE_CHECKING:  # it imports MLX, and the BLAS must come first
-    from posttrainllm.adapters.engine import Engine, RowRequest, RowStep
+    from posttrainllm.adapters.engine import Engine
+    from posttrainllm.adapters.rows import RowRequest, RowStep
 
-__all__ = ["HELD_OUT", "acceptance", "command", "count_equal", "decode", "measure", "read_prompts", "repeated_share"]
+__all__ = ["HELD_OUT", "command", "decode", "measure", "read_prompts"]
 
 HELD_OUT = Path(__file__).parent / "prompts" / "heldout.jsonl"
 _FIRST_TOKENS = 32
 _DIFFERS = 3  # exit status: speculative output is not the reference's
-
-
-def acceptance(runs: Sequence[Sequence["RowStep"]], first: int | None = None) -> tuple[int, int]:
-    """Count accepted and proposed ids.
-
-    Args:
-        runs: the steps of each prompt.
-        first: count only steps that start with fewer than this many ids generated; whole steps, see above.
-
-    Returns:
-        (accepted, proposed).
-    """
-    accepted = proposed = 0
-    for steps in runs:
-        generated = 0
-        for step in steps:
-            if first is not None and generated >= first:
-                break
-            accepted, proposed = accepted + step.accepted, proposed + step.proposed
-            generated += len(step.tokens)
-    return accepted, proposed
-
-
-def repeated_share(sequences: Sequence[Sequence[int]], n: int = 4) -> float | None:
-    """Share of n-grams that occurred earlier in the same sequence, over all sequences.
-
-    Args:
-        sequences: ids of each text.
-        n: 4 for 4-grams.
-
-    Returns:
-        0 to 1; None where no sequence has n ids.
-    """
-    grams = [[tuple(ids[start : start + n]) for start in range(len(ids) - n + 1)] for ids in sequences]
-    total = sum(len(of_one) for of_one in grams)
-    return (total - sum(len(set(of_one)) for of_one in grams)) / total if total else None
-
-
-def count_equal(runs: Sequence[Sequence["RowStep"]], others: Sequence[Sequence["RowStep"]]) -> int:
-    """How many prompts have the same ids in both, whatever steps they came in.
-
-    Args:
-        runs: the steps of each prompt.
-        others: the same prompts, decoded another way.
-
-    Returns:
-        0 to the number of prompts.
-    """
-    return sum(ours == theirs for ours, theirs in zip(_generated(runs), _generated(others), strict=True))
 
 
 def read_prompts(path: Path) -> list[tuple[str, str]]:
@@ -176,7 +129,7 @@ def measure(
         "t1_leviathan": decode(engine, sampled),
         "t1_coupled": decode(engine, coupled),
     }
-    plain_pair = attrs.evolve(pair, draft=None, reason="a reference is decoded plainly")
+    plain_pair = pair.plain("a reference is decoded plainly")
     reference, narrow = (
         decode(Engine(plain_pair, capacity=capacity, width=width, rows=rows), greedy) for width in (draft_k + 1, 1)
     )
@@ -192,8 +145,8 @@ def measure(
         "source_repeated_4_grams": repeated_share(source),
         "equal_width_k_plus_1": count_equal(runs["t0"], reference),
         "equal_width_1": count_equal(runs["t0"], narrow),
-        "model": Path(pair.target.name).name,
-        "draft_model": Path(pair.draft.name).name,
+        "model": pair.target.label,
+        "draft_model": pair.draft.label,
         "dtype": pair.target.dtype,
         "rows": rows,
         "capacity": capacity,
@@ -202,7 +155,7 @@ def measure(
 
 
 def _requests(pair: Pair, texts: Sequence[str], draft_k: int, max_tokens: int) -> list["RowRequest"]:
-    from posttrainllm.adapters.engine import RowRequest
+    from posttrainllm.adapters.rows import RowRequest
 
     ids = [pair.tokenizer.encode(text) for text in texts]
     longest, context = max(map(len, ids)) + max_tokens, pair.target.context
@@ -211,13 +164,9 @@ def _requests(pair: Pair, texts: Sequence[str], draft_k: int, max_tokens: int) -
     return [RowRequest(prompt=p, limit=len(p) + max_tokens, seed=i, draft_k=draft_k) for i, p in enumerate(ids)]
 
 
-def _generated(runs: Sequence[Sequence["RowStep"]]) -> list[list[int]]:
-    return [[index for step in steps for index in step.tokens] for steps in runs]
-
-
 def _summary(runs: Sequence[Sequence["RowStep"]]) -> dict[str, Any]:
     counts = {"": acceptance(runs), "_first_32": acceptance(runs, _FIRST_TOKENS)}
-    texts = _generated(runs)
+    texts = generated(runs)
     return {
         **{f"accept_rate{name}": hits / tried if tried else None for name, (hits, tried) in counts.items()},
         **{f"accepted_proposed{name}": list(both) for name, both in counts.items()},

@@ -16,7 +16,7 @@ from posttrainllm.kernel.state import DecodeState, KVCache, Sampling
 __all__ = ["Draft", "Proposal", "propose"]
 
 
-@attrs.frozen(eq=False, kw_only=True)
+@attrs.frozen(kw_only=True)
 class Draft:
     """The proposing model and what bounds its use."""
 

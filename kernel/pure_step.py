@@ -13,6 +13,7 @@ from typing import TypeAlias
 import mlx.core as mx
 
 from posttrainllm.kernel import accept, noise
+from posttrainllm.kernel.commit import commit
 from posttrainllm.kernel.config import StepConfig
 from posttrainllm.kernel.draft import Draft, propose
 from posttrainllm.kernel.forward import Forward
@@ -71,7 +72,7 @@ def speculative_step(
     column = mx.arange(config.width)[None]  # [1, W]
     padded = mx.concatenate([proposal.tokens, proposal.tokens[:, :1]], axis=1)  # [B, K] -> [B, W]
     tokens = mx.where(column < accepted[:, None], padded, replacement[:, None])
-    return _commit(config, state, tokens, accepted, proposal.count, proposal.tokens, logits, target_kv, proposal.kv)
+    return commit(config, state, tokens, accepted, proposal.count, proposal.tokens, logits, target_kv, proposal.kv)
 
 
 def plain_step(
@@ -98,7 +99,7 @@ def plain_step(
     choice = choose(warp(logits[:, :1], sampling, filters=config.filters), sampling, first_noise)  # [B, 1]
     tokens = mx.concatenate([choice, filler], axis=1)  # [B, W]
     none = mx.zeros((batch,), dtype=mx.int32)
-    return _commit(config, state, tokens, none, none, filler, logits, target_kv, state.draft_kv)
+    return commit(config, state, tokens, none, none, filler, logits, target_kv, state.draft_kv)
 
 
 def compile_step(config: StepConfig, target: Forward, draft: Draft | None = None, *, compiled: bool = True) -> Step:
@@ -177,54 +178,6 @@ def _at(values: mx.array, index: mx.array) -> mx.array:
     """One position a row: [B, N, ...] and int32 [B] to [B, ...]."""
     shape = (-1, *([1] * (values.ndim - 1)))
     return mx.take_along_axis(values, index.reshape(shape), axis=1).squeeze(1)
-
-
-def _commit(
-    config: StepConfig,
-    state: DecodeState,
-    tokens: mx.array,
-    accepted: mx.array,
-    proposed: mx.array,
-    proposals: mx.array,
-    logits: mx.array,
-    target_kv: KVCache,
-    draft_kv: KVCache,
-) -> tuple[DecodeState, StepOutput]:
-    """Cut `accepted` + 1 ids at the row's limit, write them behind the committed ones and move the length."""
-    column = mx.arange(config.width)[None]  # [1, W]
-    used = column <= accepted[:, None]  # [B, W]
-    finite = mx.all(mx.all(mx.isfinite(logits), axis=-1) | ~used, axis=1)  # [B, W, V] -> [B]
-    remaining = mx.maximum(state.limit - state.length, 0)
-    finite = finite | (remaining == 0)
-    emitted = mx.where(finite, mx.minimum(accepted + 1, remaining), 0)
-    offset = mx.arange(state.tokens.shape[1])[None] - state.length[:, None]  # [B, C]
-    source = mx.take_along_axis(tokens, mx.clip(offset, 0, config.width - 1), axis=1)  # [B, W] -> [B, C]
-    committed = mx.where((offset >= 0) & (offset < emitted[:, None]), source, state.tokens)
-    output = StepOutput(
-        tokens=mx.where(column < emitted[:, None], tokens, -1),
-        emitted=emitted,
-        proposed=proposed,
-        accepted=mx.minimum(accepted, emitted),
-        finite=finite,
-        proposals=proposals,
-        margin=_margin(logits) if config.diagnostics else mx.zeros((tokens.shape[0], 0)),
-    )
-    moved = DecodeState(
-        tokens=committed,
-        length=state.length + emitted,
-        limit=state.limit,
-        target_kv=target_kv,
-        draft_kv=draft_kv,
-        key=state.key,
-    )
-    return moved, output
-
-
-def _margin(logits: mx.array) -> mx.array:
-    """Best logit minus second best, [B, W, V] to [B, W]."""
-    best = mx.argmax(logits, axis=-1, keepdims=True)
-    others = mx.where(mx.arange(logits.shape[-1]) == best, -mx.inf, logits)
-    return mx.max(logits, axis=-1) - mx.max(others, axis=-1)
 
 
 def _assert_dtypes(state: DecodeState, sampling: Sampling) -> None:

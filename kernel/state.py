@@ -17,11 +17,12 @@ KVCache: TypeAlias = tuple[tuple[mx.array, mx.array], ...]
 Tree: TypeAlias = tuple[Any, ...]
 
 
+@attrs.frozen(eq=False)
 class _Record:
     """Conversion between a record and the tuple of its fields, in the order they are declared."""
 
     def to_tree(self) -> Tree:
-        return tuple(getattr(self, field.name) for field in attrs.fields(type(self)))
+        return attrs.astuple(self, recurse=False)
 
     @classmethod
     def from_tree(cls, tree: Tree) -> Any:

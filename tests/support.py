@@ -5,16 +5,16 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-import attrs
 import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models import llama
 
-from posttrainllm.adapters.engine import Engine, RowRequest
+from posttrainllm.adapters.engine import Engine
 from posttrainllm.adapters.loading.module import model_from_module
 from posttrainllm.adapters.loading.pair import Pair, embedded_path
 from posttrainllm.adapters.loading.tokenizer import Tokenizer
+from posttrainllm.adapters.rows import RowRequest
 from posttrainllm.adapters.runtime import start
 from posttrainllm.kernel.noise import root_key
 from posttrainllm.kernel.state import DecodeState, Sampling
@@ -63,7 +63,12 @@ def tiny_module(config: dict, *, seed: int, dtype: mx.Dtype = mx.float32, noise_
 
 
 def tiny_pair(
-    *, dtype: str = "float32", draft: str = "random", vocab: int = 512, draft_vocab: int | None = None, context: int = 512
+    *,
+    dtype: str = "float32",
+    draft: str = "random",
+    vocab: int = 512,
+    draft_vocab: int | None = None,
+    context: int = 512,
 ) -> Pair:
     """A random target with a draft that is "same", "noisy" or "random"."""
     as_dtype = getattr(mx, dtype)
@@ -102,7 +107,7 @@ def bare_tokenizer(size: int, eos: Sequence[int] = ()) -> Tokenizer:
 
 
 def without_draft(pair: Pair) -> Pair:
-    return attrs.evolve(pair, draft=None, reason="test")
+    return pair.plain("test")
 
 
 def save_tiny_llama(path: Path, *, seed: int, layers: int = 2, context: int = 512) -> Path:

@@ -66,7 +66,9 @@ def test_a_row_does_not_depend_on_the_other_rows_of_its_batch(options):
     together = decode(pair, IDS, width=5, count=COUNT, seeds=[5, 6, 7, 8], **options)
     permuted = decode(pair, IDS[::-1], width=5, count=COUNT, seeds=[8, 7, 6, 5], **options)
     assert permuted == together[::-1]
-    other_neighbours = decode(pair, [IDS[1], [77] * 9, [50], [60] * 30], width=5, count=COUNT, seeds=[6, 1, 2, 3], **options)
+    other_neighbours = decode(
+        pair, [IDS[1], [77] * 9, [50], [60] * 30], width=5, count=COUNT, seeds=[6, 1, 2, 3], **options
+    )
     assert other_neighbours[0] == together[1]
 
 
@@ -81,7 +83,7 @@ def test_a_row_does_not_depend_on_what_its_slot_held_before():
 
 def test_a_neighbour_that_samples_or_filters_does_not_change_a_greedy_row():
     pair = tiny_pair(draft="noisy")
-    from posttrainllm.adapters.engine import RowRequest
+    from posttrainllm.adapters.rows import RowRequest
 
     texts = []
     for neighbour in ({}, {"temperature": 1.0}, {"temperature": 0.8, "top_p": 0.9}):
@@ -141,7 +143,7 @@ def test_the_embedded_pair_equals_its_reference_everywhere(request, dtype, draft
 
 def refusals(pair, *, count: int, width: int = 5, **options) -> list[tuple[int, float]]:
     """Position and top-2 margin of every proposal that was refused, over `count` ids of one row."""
-    from posttrainllm.adapters.engine import RowRequest
+    from posttrainllm.adapters.rows import RowRequest
 
     engine = Engine(pair, capacity=512, width=width, diagnostics=True)
     prompt = pair.tokenizer.encode(PROMPTS[0]) if hasattr(pair.tokenizer.backend, "has_thinking") else list(IDS[1])

@@ -27,7 +27,9 @@ def draft_table(kind: str) -> np.ndarray:
     if kind == "random":
         return generator.normal(size=(VOCAB, VOCAB)).astype(np.float32) * 1.5
     if kind == "sharp":  # nearly all mass on one id, not the target's best
-        return (generator.normal(size=(VOCAB, VOCAB)) + 8 * np.eye(VOCAB)[generator.permutation(VOCAB)]).astype(np.float32)
+        return (generator.normal(size=(VOCAB, VOCAB)) + 8 * np.eye(VOCAB)[generator.permutation(VOCAB)]).astype(
+            np.float32
+        )
     if kind == "flat":
         return np.zeros((VOCAB, VOCAB), dtype=np.float32)
     if kind == "equal":
@@ -55,7 +57,9 @@ def path_law(table: np.ndarray, temperature: float, keep: np.ndarray | None = No
     return probs[0][:, None, None] * probs[:, :, None] * probs[None, :, :]
 
 
-def draw_paths(target: np.ndarray, proposer: np.ndarray, *, width: int = 5, rounds: int = ROUNDS, **options) -> np.ndarray:
+def draw_paths(
+    target: np.ndarray, proposer: np.ndarray, *, width: int = 5, rounds: int = ROUNDS, **options
+) -> np.ndarray:
     """Counts of the paths that the whole step emits: int [V, V, V]."""
     mode = "filtered" if options.keys() & {"top_k", "top_p", "min_p"} else "sampled"
     config = StepConfig(width=width, vocab_size=VOCAB, mode=mode)
@@ -146,7 +150,7 @@ def drafts_greedily(warped, sampling, gumbel):
     ],
 )
 def test_a_broken_rule_fails_the_law_test(monkeypatch, module, name, broken):
-    """The test of the tests. That all three purposes differ is a test of its own: the law does not show every mix-up."""
+    """The test of the tests. That the purposes differ is tested by itself: the law does not show every mix-up."""
     monkeypatch.setattr(module, name, broken)
     counts = draw_paths(target_table(), draft_table("random"), temperature=1.0)
     assert deviate(counts, path_law(target_table(), 1.0)) > LIMIT

@@ -78,7 +78,12 @@ def test_a_step_is_traced_once_whatever_changes_between_steps():
     state = make_state([[1, 2], [3]], limit=200, capacity=256)
     for index in range(30):
         sampling = make_sampling(
-            2, temperature=0.1 * index, top_k=index, top_p=1 - index / 50, draft_k=[index % 5, 2], coupled=bool(index % 2)
+            2,
+            temperature=0.1 * index,
+            top_k=index,
+            top_p=1 - index / 50,
+            draft_k=[index % 5, 2],
+            coupled=bool(index % 2),
         )
         state, output = step(state, sampling)
         mx.eval(state.to_tree(), output.to_tree())
@@ -222,7 +227,9 @@ def test_stepping_does_not_copy_the_cache():
     """Holding the old state while the new one is evaluated would double the peak."""
     pair = tiny_pair(draft="random")
     capacity = 16384
-    kv_bytes = sum(array.nbytes for model in (pair.target, pair.draft) for layer in model.make_kv(1, capacity) for array in layer)
+    kv_bytes = sum(
+        array.nbytes for model in (pair.target, pair.draft) for layer in model.make_kv(1, capacity) for array in layer
+    )
     draft = Draft(forward=pair.draft.forward, vocab_size=pair.draft.vocab_size, context=capacity)
     step = compile_step(StepConfig(width=3, vocab_size=pair.vocab_size), pair.target.forward, draft)
     state = make_state(

@@ -5,7 +5,7 @@ from typing import Any
 
 import attrs
 import mlx.core as mx
-import mlx.nn as nn
+from mlx.nn.layers.base import Module
 
 from posttrainllm.adapters.loading.checkpoint import Checkpoint
 from posttrainllm.kernel.cache import CacheView
@@ -30,6 +30,11 @@ class Model:
     """(H, size of a key, size of a value) for every layer."""
     kv_dtype: mx.Dtype
 
+    @property
+    def label(self) -> str:
+        """Last component of the name, for people."""
+        return Path(self.name).name
+
     def make_kv(self, rows: int, capacity: int) -> KVCache:
         """A cache of zeros: [rows, H, capacity, D] for every layer."""
         return tuple(
@@ -41,7 +46,7 @@ class Model:
         )
 
 
-def module_forward(module: nn.Module) -> Forward:
+def module_forward(module: Module) -> Forward:
     """Wrap a module whose layers take mlx-lm caches.
 
     Args:
@@ -59,7 +64,7 @@ def module_forward(module: nn.Module) -> Forward:
     return forward
 
 
-def load_module(checkpoint: Checkpoint, dtype: str) -> nn.Module:
+def load_module(checkpoint: Checkpoint, dtype: str) -> Module:
     """Build the architecture, read the weights and cast them.
 
     Args:
@@ -76,16 +81,16 @@ def load_module(checkpoint: Checkpoint, dtype: str) -> nn.Module:
     from mlx_lm.utils import load_model  # pulls in transformers: seconds
 
     try:
-        module, _ = load_model(checkpoint.path, lazy=True)
+        module: Module = load_model(checkpoint.path, lazy=True)[0]
     except (ValueError, TypeError, KeyError, OSError, RuntimeError, AttributeError, IndexError) as error:
         raise _translate(checkpoint.path, checkpoint.config, error) from None
     module.set_dtype(getattr(mx, dtype))
     module.eval()
-    mx.eval(module.parameters())
+    mx.eval(module.parameters())  # type: ignore[no-untyped-call] # as MLX declares it
     return module
 
 
-def model_from_module(module: nn.Module, *, name: str, dtype: str, context: int) -> Model:
+def model_from_module(module: Module, *, name: str, dtype: str, context: int) -> Model:
     """Find the shapes of a module's cache and logits, and wrap it.
 
     Args:

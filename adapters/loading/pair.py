@@ -1,7 +1,8 @@
 """Loading a target, and a draft that means the same by every id."""
 
+from collections.abc import Hashable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
@@ -29,6 +30,13 @@ class Pair:
     runtime: Runtime
     reason: str | None
     """Why nothing is drafted; None with a draft."""
+    compiled: dict[Hashable, Any] = attrs.field(init=False, factory=dict, repr=False)
+    """Compiled functions of these models, shared by all engines: a second request traces nothing. `attrs.evolve` starts
+    a new one."""
+
+    def plain(self, reason: str) -> "Pair":
+        """The same target without its draft, and why."""
+        return attrs.evolve(self, draft=None, reason=reason)
 
     @property
     def vocab_size(self) -> int:

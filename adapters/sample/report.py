@@ -2,7 +2,7 @@
 
 from rich.console import Console
 
-from posttrainllm.adapters.generation import Result
+from posttrainllm.adapters.result import Result
 
 __all__ = ["print_statistics", "statistics"]
 

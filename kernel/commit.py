@@ -1,0 +1,56 @@
+"""Moving the state on: the end of every step, speculative or plain."""
+
+import mlx.core as mx
+
+from posttrainllm.kernel.config import StepConfig
+from posttrainllm.kernel.state import DecodeState, KVCache, StepOutput
+
+__all__ = ["commit"]
+
+
+def commit(
+    config: StepConfig,
+    state: DecodeState,
+    tokens: mx.array,
+    accepted: mx.array,
+    proposed: mx.array,
+    proposals: mx.array,
+    logits: mx.array,
+    target_kv: KVCache,
+    draft_kv: KVCache,
+) -> tuple[DecodeState, StepOutput]:
+    """Cut `accepted` + 1 ids at the row's limit, write them behind the committed ones and move the length."""
+    column = mx.arange(config.width)[None]  # [1, W]
+    used = column <= accepted[:, None]  # [B, W]
+    finite = mx.all(mx.all(mx.isfinite(logits), axis=-1) | ~used, axis=1)  # [B, W, V] -> [B]
+    remaining = mx.maximum(state.limit - state.length, 0)
+    finite = finite | (remaining == 0)
+    emitted = mx.where(finite, mx.minimum(accepted + 1, remaining), 0)
+    offset = mx.arange(state.tokens.shape[1])[None] - state.length[:, None]  # [B, C]
+    source = mx.take_along_axis(tokens, mx.clip(offset, 0, config.width - 1), axis=1)  # [B, W] -> [B, C]
+    committed = mx.where((offset >= 0) & (offset < emitted[:, None]), source, state.tokens)
+    output = StepOutput(
+        tokens=mx.where(column < emitted[:, None], tokens, -1),
+        emitted=emitted,
+        proposed=proposed,
+        accepted=mx.minimum(accepted, emitted),
+        finite=finite,
+        proposals=proposals,
+        margin=_margin(logits) if config.diagnostics else mx.zeros((tokens.shape[0], 0)),
+    )
+    moved = DecodeState(
+        tokens=committed,
+        length=state.length + emitted,
+        limit=state.limit,
+        target_kv=target_kv,
+        draft_kv=draft_kv,
+        key=state.key,
+    )
+    return moved, output
+
+
+def _margin(logits: mx.array) -> mx.array:
+    """Best logit minus second best, [B, W, V] to [B, W]."""
+    best = mx.argmax(logits, axis=-1, keepdims=True)
+    others = mx.where(mx.arange(logits.shape[-1]) == best, -mx.inf, logits)
+    return mx.max(logits, axis=-1) - mx.max(others, axis=-1)

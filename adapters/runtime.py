@@ -71,11 +71,14 @@ def _start() -> Runtime:
         raise BackendError(f"MLX cannot be imported ({str(error).splitlines()[0]}); {hint}") from None
     on_gpu = mx.default_device().type == mx.DeviceType.gpu
     compiled = on_gpu or sys.platform == "darwin" or compiler() is not None
+    problems = []
     if not compiled:
         mx.disable_compile()  # mlx-lm's own modules compile small functions too
-        LOGGER.warning("no C++ compiler (g++): the CPU backend runs uncompiled and slower")
+        problems.append("no C++ compiler (g++), the CPU backend runs uncompiled and slower")
     if blas is not None and blas.warning and not on_gpu:
-        LOGGER.warning(blas.warning)
+        problems.append(blas.warning)
+    if problems:
+        LOGGER.warning("; ".join(problems))
     return Runtime(
         device="gpu" if on_gpu else "cpu",
         device_name=str(mx.device_info().get("device_name", "unknown")),

@@ -8,6 +8,7 @@ import importlib.metadata
 import json
 import os
 import statistics
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -122,7 +123,7 @@ def _setting(config: pytest.Config, repeats: list[dict[str, dict[str, Any]]]) ->
         "device": runtime.device,
         "device_name": runtime.device_name,
         "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "others_cpu": _others_cpu(config.stash[_CPU_TIMES]),
+        "others_cpu": _others_share(config.stash[_CPU_TIMES]),
         "mlx": runtime.mlx_version,
         "mlx_lm": importlib.metadata.version("mlx-lm"),
         "blas": runtime.blas,
@@ -133,7 +134,19 @@ def _setting(config: pytest.Config, repeats: list[dict[str, dict[str, Any]]]) ->
 
 
 def _cpu_times() -> tuple[float, float] | None:
-    """CPU seconds so far, over all CPUs: the whole, and what others than this process used. None where unknown."""
-    if not os.path.exists("/proc/stat"):
+    """CPU seconds of the machine since it started, all of them and those that others than us used; None off Linux."""
+    try:
+        words = Path("/proc/stat").read_text(encoding="ascii").splitlines()[0].split()[1:9]
+    except OSError:
         return None
-    return None
+    times = [int(word) / os.sysconf("SC_CLK_TCK") for word in words]
+    idle, own = times[3] + times[4], os.times()
+    return sum(times), sum(times) - idle - own.user - own.system
+
+
+def _others_share(before: tuple[float, float] | None) -> float | None:
+    """Share of the CPUs that others used since then: with more than a few hundredths the numbers are worth little."""
+    after = _cpu_times()
+    if before is None or after is None:
+        return None
+    return round((after[1] - before[1]) / (after[0] - before[0]), 3)

@@ -17,10 +17,10 @@ from mlx_lm.generate import generate_step, generation_stream, speculative_genera
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from posttrainllm.adapters.engine import Engine, capacity_for
-from posttrainllm.adapters.rows import RowRequest
 from posttrainllm.adapters.loading.checkpoint import read_checkpoint
 from posttrainllm.adapters.loading.module import load_module
 from posttrainllm.adapters.loading.pair import Pair, embedded_path, load_pair
+from posttrainllm.adapters.rows import RowRequest
 
 _K = 4
 _PROMPT_TOKENS = 64

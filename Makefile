@@ -32,7 +32,7 @@ format: $(VENV)/.developed
 	$(BIN)/ruff format .
 
 bench: $(VENV)/.developed ## plain and speculative decoding, ours and mlx-lm's, interleaved
-	$(BIN)/python -m pytest benchmarks -m "" -o filterwarnings=default
+	$(BIN)/python -m pytest benchmarks -m "" -o filterwarnings=default $(BENCH)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

@@ -4,6 +4,7 @@ An engine has fixed shapes for life: B rows, capacity C, window W, prefill chunk
 so rows of different engines never share a step. MLX checks no index: every id, length and limit is checked here first.
 """
 
+import time
 from collections import deque
 from collections.abc import Sequence
 
@@ -25,6 +26,9 @@ from posttrainllm.kernel.state import DecodeState, KVCache, StepOutput
 
 __all__ = ["Engine", "capacity_for", "prefill_chunk"]
 
+# A second step in flight hides the host's work behind the device's. It also shows every token one step later and is in
+# vain at the end, so steps that are long beside the host's work (about 1 ms) go one at a time.
+_PIPELINED_BELOW_S = 0.05
 _BUCKET = 256  # one capacity for many prompts: every capacity is a trace of its own
 
 
@@ -68,8 +72,7 @@ class Engine:
         self._compiled = compiled and pair.runtime.compiled
         self._diagnostics = diagnostics
         self._chunk = prefill_chunk(pair.runtime.device)
-        # a second step in flight hides the host behind a GPU; on the CPU it gains nothing
-        self._depth = 1 if pair.runtime.device == "gpu" else 0
+        self._depth = 0
         self._models = [pair.target] if pair.draft is None else [pair.target, pair.draft]
         check_kv(sum(_kv_bytes(model.kv_shapes, model.kv_dtype.size, rows, capacity) for model in self._models))
         self._requests: list[RowRequest | None] = [None] * rows
@@ -131,6 +134,7 @@ class Engine:
         Returns:
             What each occupied row emitted, by row; a row at its limit emits nothing more.
         """
+        started = time.perf_counter()
         while len(self._in_flight) <= self._depth:
             self._launch()
         epochs, output = self._in_flight.popleft()
@@ -138,6 +142,7 @@ class Engine:
         tokens, emitted = np.array(output.tokens), np.array(output.emitted)
         proposed, accepted = np.array(output.proposed), np.array(output.accepted)
         finite, margin = np.array(output.finite), np.array(output.margin)
+        self._depth = 1 if time.perf_counter() - started < _PIPELINED_BELOW_S else 0
         return {
             row: RowStep(
                 tokens=tuple(tokens[row, : emitted[row]].tolist()),

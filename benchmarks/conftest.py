@@ -145,8 +145,9 @@ def _cpu_times() -> tuple[float, float] | None:
 
 
 def _others_share(before: tuple[float, float] | None) -> float | None:
-    """Share of the CPUs that others used since then: with more than a few hundredths the numbers are worth little."""
+    """Share of the CPUs that others used since then; from a few hundredths on the numbers are worth little."""
     after = _cpu_times()
     if before is None or after is None:
         return None
-    return round((after[1] - before[1]) / (after[0] - before[0]), 3)
+    share = (after[1] - before[1]) / (after[0] - before[0])
+    return round(max(share, 0.0), 3)  # the machine counts in ticks and our time exactly: a little below 0 is 0

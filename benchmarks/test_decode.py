@@ -53,17 +53,19 @@ class _Ours:
         self.proposed = self.accepted = 0
         limit = len(prompt) + _NEW_TOKENS
         self._engine.insert(0, RowRequest(prompt=prompt, limit=limit, draft_k=self._draft_k))
-        self._step()
+        while not self.ids:
+            self._step()
 
     def finish(self) -> None:
         while len(self.ids) < _NEW_TOKENS:
             self._step()
 
     def _step(self) -> None:
-        step = self._engine.step()[0]
-        self.ids += step.tokens
-        self.proposed += step.proposed
-        self.accepted += step.accepted
+        step = self._engine.step().get(0)
+        if step is not None:  # on a GPU the first step read was launched ahead for the prompt before
+            self.ids += step.tokens
+            self.proposed += step.proposed
+            self.accepted += step.accepted
 
 
 class _MlxLm:

@@ -33,6 +33,32 @@ def run(code: str = REPORT, **environment: str) -> subprocess.CompletedProcess:
     )
 
 
+WIDTHS = """
+from posttrainllm.adapters.runtime import start
+start()
+import mlx.core as mx
+import numpy as np
+generator = np.random.default_rng(1)
+for n, k in ((4, 8), (5, 3), (67, 67), (384, 1000), (1024, 384), (4096, 384)):
+    rows = generator.standard_normal((64, k)).astype(np.float32)
+    matrix = mx.array(generator.standard_normal((n, k)).astype(np.float32))
+    whole = np.array(mx.array(rows) @ matrix.T)
+    np.testing.assert_allclose(whole, rows.astype(np.float64) @ np.array(matrix).T, rtol=1e-3, atol=1e-4)
+    for width in (1, 2, 3, 5, 9, 33):
+        for first in (0, 64 - width):
+            part = np.array(mx.array(rows[first : first + width]) @ matrix.T)
+            assert np.array_equal(part, whole[first : first + width]), (n, k, width)
+    strided = mx.array(np.repeat(np.array(matrix), 2, axis=1))[:, ::2]
+    np.testing.assert_allclose(np.array(mx.array(rows[:5]) @ strided.T), whole[:5], rtol=1e-3, atol=1e-4)
+"""
+
+
+@pytest.mark.skipif(compiler() is None, reason="the shim needs a compiler")
+def test_a_row_of_a_small_float32_product_has_the_same_bits_however_many_rows_there_are():
+    done = run(WIDTHS)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.fixture
 def empty_path(tmp_path):
     """A PATH with no compiler on it."""

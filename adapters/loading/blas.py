@@ -148,7 +148,7 @@ def _build_shim(library: Path) -> Path:
         cache = Path(tempfile.mkdtemp(prefix="posttrainllm-"))
     with tempfile.TemporaryDirectory(dir=cache) as folder:
         built = Path(folder) / name
-        flags = ["-x", "c", "-O2", "-shared", "-fPIC", "-o", str(built), str(source), "-x", "none", str(library)]
+        flags = ["-x", "c", "-O3", "-shared", "-fPIC", "-o", str(built), str(source), "-x", "none", str(library)]
         done = subprocess.run([program, *flags, f"-Wl,-rpath,{library.parent}"], capture_output=True, text=True)
         if done.returncode != 0:
             raise _NotFoundError(f"the shim for scipy-openblas32 did not build: {done.stderr.strip().splitlines()[-1]}")

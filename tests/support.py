@@ -11,7 +11,7 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models import llama
 
 from posttrainllm.adapters.engine import Engine
-from posttrainllm.adapters.loading.module import model_from_module
+from posttrainllm.adapters.loading.module import Model, model_from_module
 from posttrainllm.adapters.loading.pair import Pair, embedded_path
 from posttrainllm.adapters.loading.tokenizer import Tokenizer
 from posttrainllm.adapters.rows import RowRequest
@@ -88,6 +88,21 @@ def tiny_pair(
         runtime=start(),
         reason=None,
     )
+
+
+def table_pair(*, vocab: int = 512, context: int = 512) -> Pair:
+    """A target that drafts for itself and keeps no cache: its logits have the same bits at every width."""
+    table = mx.array(np.random.default_rng(5).normal(size=(vocab, vocab)).astype(np.float32) * 2)
+    model = Model(
+        forward=table_forward(table),
+        name="table",
+        dtype="float32",
+        vocab_size=vocab,
+        context=context,
+        kv_shapes=(),
+        kv_dtype=mx.float32,
+    )
+    return Pair(target=model, draft=model, tokenizer=bare_tokenizer(vocab), runtime=start(), reason=None)
 
 
 def bare_tokenizer(size: int, eos: Sequence[int] = ()) -> Tokenizer:

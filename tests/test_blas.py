@@ -7,8 +7,12 @@ import sys
 import pytest
 
 from posttrainllm.adapters.loading.blas import ENVIRONMENT, compiler
+from posttrainllm.adapters.runtime import start
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="macOS links Accelerate: there is nothing to load")
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="macOS links Accelerate: there is nothing to load"),
+    pytest.mark.skipif(start().device != "cpu", reason="on a GPU the BLAS plays no part"),
+]
 
 REPORT = """
 from posttrainllm.adapters.runtime import start

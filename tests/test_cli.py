@@ -258,3 +258,15 @@ def test_a_reader_that_goes_away_ends_the_run_quietly():
 def test_output_is_whole_characters_whatever_the_locale():
     done = run_process("sample", "--prompt", "# 日本", "--max-tokens", "8", env={**os.environ, "LC_ALL": "C"})
     assert done.returncode == 0, done.stderr
+
+
+def test_without_a_backend_one_line_names_both_extras():
+    code = (
+        "import sys\nsys.modules['mlx.core'] = None\nfrom posttrainllm.adapters.cli import main\n"
+        "sys.argv = ['posttrainllm', 'sample', '--prompt', 'x']\nmain()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1
+    if sys.platform == "linux":
+        assert "'posttrainllm[cpu]' or 'posttrainllm[cuda13]'" in done.stderr

@@ -5,6 +5,7 @@ import pytest
 from support import PROMPTS, decode, tiny_pair, without_draft
 
 from posttrainllm.adapters.engine import Engine
+from posttrainllm.adapters.rows import RowRequest
 
 DRAFTS = ("noisy", "random", "same")
 IDS = ([3], [4, 5, 6, 7], [8, 9] * 40, [10, 11, 12])
@@ -83,8 +84,6 @@ def test_a_row_does_not_depend_on_what_its_slot_held_before():
 
 def test_a_neighbour_that_samples_or_filters_does_not_change_a_greedy_row():
     pair = tiny_pair(draft="noisy")
-    from posttrainllm.adapters.rows import RowRequest
-
     texts = []
     for neighbour in ({}, {"temperature": 1.0}, {"temperature": 0.8, "top_p": 0.9}):
         engine = Engine(pair, rows=2, capacity=256, width=5)
@@ -141,12 +140,9 @@ def test_the_embedded_pair_equals_its_reference_everywhere(request, dtype, draft
 # draft = target: everything is accepted where the draft's width 2 and the target's width W agree bit for bit
 
 
-def refusals(pair, *, count: int, width: int = 5, **options) -> list[tuple[int, float]]:
+def refusals(pair, prompt, *, count: int, width: int = 5, **options) -> list[tuple[int, float]]:
     """Position and top-2 margin of every proposal that was refused, over `count` ids of one row."""
-    from posttrainllm.adapters.rows import RowRequest
-
     engine = Engine(pair, capacity=512, width=width, diagnostics=True)
-    prompt = pair.tokenizer.encode(PROMPTS[0]) if hasattr(pair.tokenizer.backend, "has_thinking") else list(IDS[1])
     engine.insert(0, RowRequest(prompt=prompt, limit=len(prompt) + count, draft_k=width - 1, seed=3, **options))
     found, length = [], len(prompt)
     while length < len(prompt) + count:
@@ -164,16 +160,21 @@ SELF_DRAFT_OPTIONS = [
 
 
 @pytest.mark.parametrize("options", SELF_DRAFT_OPTIONS, ids=str)
-def test_a_target_that_drafts_for_itself_is_accepted_whole_where_widths_agree(options):
+def test_a_target_that_drafts_for_itself_is_accepted_whole_where_widths_agree(options, runtime):
     """On the CPU bfloat16 products of every width give the same bits."""
-    assert refusals(tiny_pair(dtype="bfloat16", draft="same"), count=256, **options) == []
+    if runtime.device != "cpu":
+        pytest.skip("on a GPU the draft's width 2 and the target's width 5 round apart")
+    assert refusals(tiny_pair(dtype="bfloat16", draft="same"), IDS[1], count=256, **options) == []
 
 
 @pytest.mark.parametrize("options", SELF_DRAFT_OPTIONS, ids=str)
-def test_in_float32_every_refusal_of_a_self_draft_is_a_near_tie(embedded_pair, options):
-    """A BLAS may round width 2 and width 5 apart: then, and only then, a self-draft is refused."""
+def test_in_float32_every_refusal_of_a_self_draft_is_a_near_tie(embedded_pair, options, runtime):
+    """Width 2 and width 5 may round apart: then, and only then, a self-draft is refused."""
     pair = attrs.evolve(embedded_pair, draft=embedded_pair.target)
-    found = refusals(pair, count=256, **options)
-    assert len(found) <= 2
+    found = refusals(pair, pair.tokenizer.encode(PROMPTS[0]), count=256, **options)
+    if runtime.blas is not None and "wheel" in runtime.blas:
+        assert found == []  # small products have the same bits at every width there
+    # 256 greedy or drawn ids meet few ties this close: widths differ by about 1e-5 on a CPU, 2e-3 on a GPU's tf32 units
+    assert len(found) <= 8
     if not options:
-        assert all(margin < 1e-3 for _, margin in found)
+        assert all(margin < (1e-3 if runtime.device == "cpu" else 2e-2) for _, margin in found)

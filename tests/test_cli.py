@@ -217,7 +217,13 @@ def test_help_imports_neither_mlx_nor_mlx_lm(arguments):
 
 def test_ctrl_c_prints_what_was_decoded_and_exits_with_130():
     command = [sys.executable, "-u", "-m", "posttrainllm.adapters", "sample", "--prompt", PROMPT, "--max-tokens", "900"]
-    process = subprocess.Popen([*command, "--ignore-eos"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        [*command, "--ignore-eos"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        # a job in the background of a script, such as CI, would inherit that Ctrl-C is ignored
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     first = process.stdout.read(1)  # decoding has begun
     time.sleep(0.3)
     process.send_signal(signal.SIGINT)
@@ -231,6 +237,7 @@ def test_ctrl_c_prints_what_was_decoded_and_exits_with_130():
 def test_ctrl_c_under_json_still_prints_one_object():
     code = (
         "import os, signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from posttrainllm.adapters import generation\n"
         "original = generation.Generation._absorb\n"
         "def absorb(self, step):\n"

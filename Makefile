@@ -11,27 +11,27 @@ TYPED := build/typed
 
 .PHONY: demo test test-all check format bench clean
 
-demo: $(VENV)/.installed ## decode with the embedded pair and show that a draft changes nothing but the speed
+demo: $(VENV)/.installed-$(BACKEND) ## decode with the embedded pair and show that a draft changes nothing but the speed
 	$(BIN)/python -m posttrainllm.evals.demo
 
-test: $(VENV)/.developed ## the fast tests
+test: $(VENV)/.developed-$(BACKEND) ## the fast tests
 	$(BIN)/python -m pytest
 
-test-all: $(VENV)/.developed ## the slower set: the whole exactness matrix, the accept rate, packaging
+test-all: $(VENV)/.developed-$(BACKEND) ## the slower set: the whole exactness matrix, the accept rate, packaging
 	$(BIN)/python -m pytest -m slow
 
-check: $(VENV)/.developed ## ruff, and mypy strict on kernel/ and adapters/
+check: $(VENV)/.developed-$(BACKEND) ## ruff, and mypy strict on kernel/ and adapters/
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	rm -rf $(TYPED) && mkdir -p $(TYPED)/posttrainllm
 	ln -s $(CURDIR)/adapters/api/* $(CURDIR)/kernel $(CURDIR)/adapters $(CURDIR)/evals $(CURDIR)/models $(TYPED)/posttrainllm/
 	MYPYPATH=$(TYPED) $(BIN)/mypy -p posttrainllm.kernel -p posttrainllm.adapters -m posttrainllm
 
-format: $(VENV)/.developed
+format: $(VENV)/.developed-$(BACKEND)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(VENV)/.developed ## plain and speculative decoding, ours and mlx-lm's, interleaved
+bench: $(VENV)/.developed-$(BACKEND) ## plain and speculative decoding, ours and mlx-lm's, interleaved
 	$(BIN)/python -m pytest benchmarks -m "" -o filterwarnings=default $(BENCH)
 
 clean:
@@ -41,10 +41,10 @@ $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit("posttrainllm needs Python 3.11 or newer, got " + sys.version.split()[0]) if sys.version_info < (3, 11) else None'
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.installed: $(VENV)/bin/python pyproject.toml
+$(VENV)/.installed-$(BACKEND): $(VENV)/bin/python pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable ".$(if $(BACKEND),[$(BACKEND)])"
 	touch $@
 
-$(VENV)/.developed: $(VENV)/bin/python pyproject.toml
+$(VENV)/.developed-$(BACKEND): $(VENV)/bin/python pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable ".[$(EXTRAS)dev]"
-	touch $@ $(VENV)/.installed
+	touch $@ $(VENV)/.installed-$(BACKEND)

@@ -78,7 +78,7 @@ def _print_version(ctx: click.Context, _: click.Parameter, value: bool) -> None:
     help="Print the versions, the device and the BLAS in use, and exit.",
 )
 def cli() -> None:
-    """Speculative decoding for MLX: exact, deterministic, replayable."""
+    """Speculative decoding for MLX: exact and deterministic."""
 
 
 def main() -> NoReturn:

@@ -54,6 +54,7 @@ class Engine:
         compiled: False runs steps operation by operation.
 
     Raises:
+        CapacityError: the shapes make no engine.
         MemoryLimitError: the caches cannot fit; said before they are allocated.
     """
 
@@ -67,7 +68,14 @@ class Engine:
         diagnostics: bool = False,
         compiled: bool = True,
     ) -> None:
+        narrowest = 1 if pair.draft is None else 2
+        if rows < 1 or width < narrowest or capacity < width + 2:
+            raise CapacityError(
+                f"engine: got {rows} rows, width {width}, capacity {capacity}, "
+                f"expected 1 or more, {narrowest} or more, {width + 2} or more"
+            )
         self.pair, self.rows, self.capacity, self.width = pair, rows, capacity, width
+        self._vocab_size = pair.vocab_size
         self.steps = 0
         self._compiled = compiled and pair.runtime.compiled
         self._diagnostics = diagnostics
@@ -98,18 +106,21 @@ class Engine:
 
         Raises:
             CapacityError: an id, the prompt or the limit does not fit.
+            UsageError: the seed is out of range.
         """
-        self._check(row, request)
+        self._check_row(row)
+        self._check(request)
         length, tokens = len(request.prompt), np.zeros((1, self.capacity), dtype=np.int32)
         tokens[0, :length] = request.prompt
         caches = [self._prefill(index, tokens, length - 1) for index in range(len(self._models))]
-        state, self._state = self._take(), None
         values = {
             "tokens": mx.array(tokens),
             "length": mx.array([length], dtype=mx.int32),
             "limit": mx.array([request.limit], dtype=mx.int32),
             "key": root_key(request.seed)[None],
         }
+        # from here on nothing may fail: the other rows live in this state
+        state, self._state = self._take(), None
         changed = {name: insert_row(getattr(state, name), value, row) for name, value in values.items()}
         target_kv = _insert_kv(state.target_kv, caches[0], row)
         draft_kv = _insert_kv(state.draft_kv, caches[1], row) if len(caches) > 1 else ()
@@ -121,12 +132,21 @@ class Engine:
         self._sampling = sampling_of(self._requests)
 
     def release(self, row: int) -> None:
-        """Make a row idle; a step in flight for it is forgotten."""
+        """Make a row idle; a step in flight for it is forgotten.
+
+        Args:
+            row: 0 <= row < B.
+
+        Raises:
+            CapacityError: there is no such row.
+        """
+        self._check_row(row)
         state = self._take()
         limit = insert_row(state.limit, mx.zeros((1,), dtype=mx.int32), row)
         self._state = attrs.evolve(state, limit=limit)
         self._requests[row] = None
         self._epochs[row] += 1
+        self._sampling = sampling_of(self._requests)
 
     def step(self) -> dict[int, RowStep]:
         """Run one step for all rows and read it.
@@ -165,7 +185,7 @@ class Engine:
         self._in_flight.append((tuple(self._epochs), output))
 
     def _step_for(self, mode: Mode) -> Step:
-        config = StepConfig(width=self.width, vocab_size=self.pair.vocab_size, mode=mode, diagnostics=self._diagnostics)
+        config = StepConfig(width=self.width, vocab_size=self._vocab_size, mode=mode, diagnostics=self._diagnostics)
         key = (config, self._compiled)
         if key not in self.pair.compiled:
             model = self.pair.draft
@@ -200,9 +220,11 @@ class Engine:
         assert self._state is not None, "a step failed and took the state with it"
         return self._state
 
-    def _check(self, row: int, request: RowRequest) -> None:
+    def _check_row(self, row: int) -> None:
         if not 0 <= row < self.rows:
             raise CapacityError(f"row: got {row}, expected 0 to {self.rows - 1}")
+
+    def _check(self, request: RowRequest) -> None:
         if not request.prompt:
             raise CapacityError("prompt: got no token, expected 1 or more")
         vocab_size = self.pair.target.vocab_size

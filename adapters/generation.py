@@ -1,13 +1,15 @@
 """One request from prompt ids to text, on an engine of its own."""
 
+import operator
 import time
 from collections.abc import Iterator, Sequence
 
+import attrs
 import mlx.core as mx
 
 from posttrainllm.adapters.engine import Engine, capacity_for
 from posttrainllm.adapters.loading.pair import Pair
-from posttrainllm.adapters.params import MAX_DRAFT_K, SamplingParams
+from posttrainllm.adapters.params import MAX_DRAFT_K, SamplingParams, check_width
 from posttrainllm.adapters.result import Chunk, FinishReason, Result, Timings, Usage
 from posttrainllm.adapters.rows import RowRequest, RowStep
 from posttrainllm.adapters.text import IncrementalDecoder, StopMatcher
@@ -41,13 +43,11 @@ class Generation:
         draft_k: int = 4,
         plain_width: int = 1,
     ) -> None:
-        if not 1 <= draft_k <= MAX_DRAFT_K:
-            raise UsageError(f"draft-k: got {draft_k}, expected 1 to {MAX_DRAFT_K}")
-        if not 1 <= plain_width <= MAX_DRAFT_K + 1:
-            raise UsageError(f"plain-width: got {plain_width}, expected 1 to {MAX_DRAFT_K + 1}")
+        check_width("draft-k", draft_k, 1, MAX_DRAFT_K)
+        check_width("plain-width", plain_width, 1, MAX_DRAFT_K + 1)
         self.pair, self.params = pair, params
         self._draft_k = draft_k if pair.draft is not None else 0
-        self._prompt = pair.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        self._prompt = _ids(pair, prompt)
         context = pair.target.context
         if len(self._prompt) >= context:
             raise CapacityError(f"prompt: got {len(self._prompt)} tokens, expected fewer than the context of {context}")
@@ -74,13 +74,18 @@ class Generation:
         self._reason: FinishReason | None = None
         self._first_count = 0
         self._prefill_s = self._ttft_s = self._decode_s = 0.0
+        self._chunks = self._run()
 
     def __iter__(self) -> Iterator[Chunk]:
-        """Prefill, then step until the end.
+        """The one iterator of this generation: asking again goes on where it stands.
 
         Raises:
             NonFiniteError: the target's logits were not finite; the step is named.
         """
+        return self._chunks
+
+    def _run(self) -> Iterator[Chunk]:
+        """Prefill, then step until the end."""
         started = time.perf_counter()
         self._engine.insert(0, self._request)
         self._prefill_s = time.perf_counter() - started
@@ -128,10 +133,13 @@ class Generation:
             model=pair.target.name,
             draft_model=pair.draft.name if pair.draft is not None else None,
             draft_k=self._draft_k or None,
-            accept_rule=self.params.accept_rule if pair.draft is not None else None,
+            plain_width=self._engine.width if pair.draft is None else None,
+            accept_rule=self.params.accept_rule if pair.draft is not None and self.params.temperature > 0 else None,
+            sampling=attrs.asdict(self.params, filter=attrs.filters.exclude("seed", "accept_rule")),
             device=pair.runtime.device,
             dtype=pair.target.dtype,
             blas=pair.runtime.blas,
+            versions=pair.runtime.versions,
             speculative={"enabled": pair.draft is not None, "reason": pair.reason},
         )
 
@@ -175,3 +183,12 @@ class Generation:
     def _chunk(self, text: str, token_ids: tuple[int, ...]) -> Chunk:
         self._text.append(text)
         return Chunk(text=text, token_ids=token_ids, finish_reason=self._reason)
+
+
+def _ids(pair: Pair, prompt: str | Sequence[int]) -> list[int]:
+    if isinstance(prompt, str):
+        return pair.tokenizer.encode(prompt)
+    try:
+        return [operator.index(index) for index in prompt]
+    except TypeError:
+        raise UsageError(f"prompt: got {type(prompt).__name__}, expected text or token ids") from None

@@ -1,6 +1,7 @@
 """What a request asks for, with every value checked."""
 
 import math
+import numbers
 import secrets
 from typing import Any, Literal, TypeAlias
 
@@ -8,7 +9,7 @@ import attrs
 
 from posttrainllm.kernel.errors import UsageError
 
-__all__ = ["MAX_DRAFT_K", "AcceptRule", "SamplingParams"]
+__all__ = ["MAX_DRAFT_K", "AcceptRule", "SamplingParams", "check_width"]
 
 AcceptRule: TypeAlias = Literal["leviathan", "coupled"]
 MAX_DRAFT_K = 32  # the window is a static shape, and no pair pays beyond a few tokens
@@ -16,6 +17,13 @@ MAX_DRAFT_K = 32  # the window is a static shape, and no pair pays beyond a few 
 
 def _fresh_seed() -> int:
     return secrets.randbits(53)  # every JSON reader can hold it
+
+
+def _as_tuple(stop: Any) -> Any:
+    """A text alone is one stop, not one for each of its characters."""
+    if stop is None:
+        return ()
+    return (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, (list, tuple)) else stop
 
 
 @attrs.frozen(kw_only=True)
@@ -33,7 +41,8 @@ class SamplingParams:
     seed: int = attrs.field(factory=_fresh_seed)
     """0 to 2**64 - 1; fresh entropy unless given."""
     accept_rule: AcceptRule = "leviathan"
-    stop: tuple[str, ...] = attrs.field(default=(), converter=tuple)
+    stop: tuple[str, ...] = attrs.field(default=(), converter=_as_tuple)
+    """Texts that end the reply; one text may stand alone."""
     ignore_eos: bool = False
 
     @classmethod
@@ -57,16 +66,43 @@ class SamplingParams:
 
     def __attrs_post_init__(self) -> None:
         """Check every value."""
-        _check("max-tokens", self.max_tokens, self.max_tokens >= 1, "1 or more")
-        _check("temperature", self.temperature, 0 <= self.temperature < math.inf, "0 or more")
-        _check("top-p", self.top_p, 0 < self.top_p <= 1, "more than 0, at most 1")
-        _check("top-k", self.top_k, 0 <= self.top_k < 2**31, "0 (off) or more")
-        _check("min-p", self.min_p, 0 <= self.min_p <= 1, "0 to 1")
-        _check("seed", self.seed, 0 <= self.seed < 2**64, "0 to 2**64 - 1")
+        _check("max-tokens", self.max_tokens, _is_int(self.max_tokens) and self.max_tokens >= 1, "1 or more")
+        # below, logits / temperature leaves float32; nobody can tell such a draw from a greedy one
+        warm = _is_number(self.temperature) and (self.temperature == 0 or 1e-4 <= self.temperature < math.inf)
+        _check("temperature", self.temperature, warm, "0, or 0.0001 or more")
+        _check("top-p", self.top_p, _is_number(self.top_p) and 0 < self.top_p <= 1, "more than 0, at most 1")
+        _check("top-k", self.top_k, _is_int(self.top_k) and 0 <= self.top_k < 2**31, "0 (off) or more")
+        _check("min-p", self.min_p, _is_number(self.min_p) and 0 <= self.min_p <= 1, "0 to 1")
+        _check("seed", self.seed, _is_int(self.seed) and 0 <= self.seed < 2**64, "0 to 2**64 - 1")
         _check("accept-rule", self.accept_rule, self.accept_rule in ("leviathan", "coupled"), "leviathan or coupled")
-        _check("stop", self.stop, all(self.stop), "non-empty strings")
+        texts = isinstance(self.stop, tuple) and all(isinstance(text, str) and text for text in self.stop)
+        _check("stop", self.stop, texts, "texts that are not empty")
+        _check("ignore-eos", self.ignore_eos, isinstance(self.ignore_eos, bool), "true or false")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def _check(name: str, got: object, good: bool, expected: str) -> None:
     if not good:
-        raise UsageError(f"{name}: got {got!r}, expected {expected}")
+        raise UsageError(f"--{name}: got {got!r}, expected {expected}")
+
+
+def check_width(name: str, got: object, least: int, most: int) -> None:
+    """Refuse a draft length or a width out of range.
+
+    Args:
+        name: the option's, without dashes.
+        got: its value.
+        least: smallest that works.
+        most: largest that works.
+
+    Raises:
+        UsageError: with got and expected.
+    """
+    _check(name, got, _is_int(got) and least <= got <= most, f"{least} to {most}")  # type: ignore[operator] # an int

@@ -55,14 +55,22 @@ class Result:
     usage: Usage
     timings: Timings
     peak_memory_bytes: int
+    """MLX's own peak since the process started."""
     seed: int
     model: str
     draft_model: str | None
     draft_k: int | None
+    plain_width: int | None
+    """Width of the plain forward; None with a draft, where it is draft_k + 1."""
     accept_rule: str | None
+    """None where it decides nothing: without a draft, and at temperature 0."""
+    sampling: dict[str, Any]
+    """Every other option of the request, by name."""
     device: str
     dtype: str
     blas: str | None
+    versions: dict[str, str]
+    """Of posttrainllm, mlx and mlx-lm: bits may differ between them."""
     speculative: dict[str, Any]
     """`enabled`, and the `reason` when it is not."""
 

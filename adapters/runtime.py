@@ -22,6 +22,8 @@ class Runtime:
     """"cpu" or "gpu"."""
     device_name: str
     mlx_version: str
+    versions: dict[str, str]
+    """Of posttrainllm, mlx and mlx-lm."""
     blas: str | None
     """Name of the BLAS under the CPU backend; None on a GPU, where it plays no part."""
     fast_float32: bool
@@ -83,6 +85,7 @@ def _start() -> Runtime:
         device="gpu" if on_gpu else "cpu",
         device_name=str(mx.device_info().get("device_name", "unknown")),
         mlx_version=importlib.metadata.version("mlx"),
+        versions={name: _version(name) for name in ("posttrainllm", "mlx", "mlx-lm")},
         blas=None if on_gpu or blas is None else blas.name,
         fast_float32=on_gpu or (blas is not None and blas.fast),
         compiled=compiled,
@@ -91,12 +94,11 @@ def _start() -> Runtime:
 
 def _cuda_wheel() -> bool:
     names = ("mlx-cuda-13", "mlx-cuda-12", "mlx-cuda")
-    return any(_installed(name) for name in names)
+    return any(_version(name) != "not installed" for name in names)
 
 
-def _installed(name: str) -> bool:
+def _version(name: str) -> str:
     try:
-        importlib.metadata.distribution(name)
+        return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+        return "not installed"

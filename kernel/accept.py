@@ -41,9 +41,9 @@ def leviathan_accepts(
         bool [B, K].
     """
     index = proposals[..., None]  # [B, K, 1]
-    p = mx.take_along_axis(target_probs, index, axis=-1)[..., 0]  # [B, K]
-    q = mx.take_along_axis(draft_probs, index, axis=-1)[..., 0]  # [B, K]
-    return uniforms * q < p  # u < p / q without the division
+    by_target = mx.take_along_axis(target_probs, index, axis=-1)[..., 0]  # [B, K, 1] -> [B, K]
+    by_draft = mx.take_along_axis(draft_probs, index, axis=-1)[..., 0]  # [B, K, 1] -> [B, K]
+    return uniforms * by_draft < by_target  # u < p / q without the division
 
 
 def prefix_length(accepts: mx.array, num_proposed: mx.array) -> mx.array:

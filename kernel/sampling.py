@@ -64,7 +64,8 @@ def _threshold(scaled: mx.array, sampling: Sampling) -> mx.array:
     probs = mx.softmax(mx.where(descending >= kth, descending, -mx.inf), axis=-1)
     before = mx.cumsum(probs, axis=-1) - probs
     top_p = sampling.top_p[:, None, None]
-    nucleus = mx.min(mx.where(before < top_p, descending, mx.inf), axis=-1, keepdims=True)
+    kept = (before < top_p) | (mx.arange(vocab) == 0)  # the likeliest id always, whatever float32 makes of top_p
+    nucleus = mx.min(mx.where(kept, descending, mx.inf), axis=-1, keepdims=True)
     nucleus = mx.where(top_p < 1, nucleus, -mx.inf)
 
     min_p = sampling.min_p[:, None, None]

@@ -114,7 +114,7 @@ def bare_tokenizer(size: int, eos: Sequence[int] = ()) -> Tokenizer:
         def decode(self, ids, skip_special_tokens=True):
             return "".join(chr(0x100 + index) for index in ids)
 
-        def encode(self, text):
+        def encode(self, text, verbose=True):
             return [ord(character) - 0x100 for character in text]
 
     vocabulary = {index: chr(0x100 + index) for index in range(size)}

@@ -38,7 +38,7 @@ def test_text_goes_to_stdout_and_statistics_to_stderr():
     assert result.exit_code == 0
     assert result.stdout.endswith("\n")
     assert "accepted" not in result.stdout
-    for words in ("draft accepted", "tok/s", "first token", "peak memory"):
+    for words in ("draft accepted", "tok/s", "first token", "peak MLX memory"):
         assert words in result.stderr
 
 
@@ -52,7 +52,8 @@ def test_json_holds_the_whole_contract():
     value = sample_json("--prompt", PROMPT, "--max-tokens", "24", "--temperature", "0.8", "--seed", "7")
     assert set(value) == {
         *("text", "token_ids", "finish_reason", "usage", "timings", "peak_memory_bytes", "seed", "model"),
-        *("draft_model", "draft_k", "accept_rule", "device", "dtype", "blas", "speculative"),
+        *("draft_model", "draft_k", "plain_width", "accept_rule", "sampling", "device", "dtype", "blas"),
+        *("versions", "speculative"),
     }
     usage, timings = value["usage"], value["timings"]
     assert set(usage) == {
@@ -126,7 +127,7 @@ ONE_LINE_ERRORS = [
     (2, ["--draft-k", "0"], "--draft-k: got 0, expected 1 to 32"),
     (2, ["--draft-k", "1000"], "--draft-k: got 1000, expected 1 to 32"),
     (2, ["--draft-k", "four"], "'four' is not a valid integer"),
-    (2, ["--temperature", "-1"], "temperature: got -1.0, expected 0 or more"),
+    (2, ["--temperature", "-1"], "--temperature: got -1.0, expected 0, or 0.0001 or more"),
     (2, ["--temperature", "nan"], "temperature: got nan"),
     (2, ["--top-p", "2"], "top-p: got 2.0, expected more than 0, at most 1"),
     (2, ["--top-k", "-5"], "top-k: got -5"),

@@ -1,6 +1,7 @@
 """Invariant I2: what is emitted is the target's own, bit for bit, whatever the draft and the neighbours."""
 
 import attrs
+import mlx.core as mx
 import pytest
 from support import PROMPTS, decode, tiny_pair, without_draft
 
@@ -178,3 +179,39 @@ def test_in_float32_every_refusal_of_a_self_draft_is_a_near_tie(embedded_pair, o
     assert len(found) <= 8
     if not options:
         assert all(margin < (1e-3 if runtime.device == "cpu" else 2e-2) for _, margin in found)
+
+
+# the property that all of this rests on, bit for bit: ids alone would hide what no near-tie brings to light
+
+
+@pytest.mark.parametrize("width", [2, 3, 5, 6, 9])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_tokens_logits_do_not_depend_on_its_place_in_the_window(request, dtype, width):
+    pair = request.getfixturevalue("embedded_pair" if dtype == "float32" else "embedded_pair_bfloat16")
+    for model in (pair.target, pair.draft):
+        ids = mx.array([[7 + 13 * place for place in range(40 + width)]], dtype=mx.int32)
+        at = lambda place: mx.array([place], dtype=mx.int32)  # noqa: E731 - a name for a cast
+        _, kv = model.forward(ids[:, :40], model.make_kv(1, 256), at(0))
+        together, _ = model.forward(ids[:, 40:], kv, at(40))
+        for column in range(width):
+            filler = mx.full((1, width - 1), 99, dtype=mx.int32)
+            window = mx.concatenate([ids[:, 40 + column : 41 + column], filler], axis=1)
+            alone, kv = model.forward(window, kv, at(40 + column))
+            assert mx.array_equal(alone[0, 0], together[0, column]), f"column {column}"
+
+
+@pytest.mark.parametrize(("rows", "width"), [(13, 5), (8, 9)])
+def test_a_rows_logits_do_not_depend_on_how_many_rows_there_are(embedded_pair, rows, width):
+    model = embedded_pair.target
+    ids = mx.array(
+        [[(7 + 13 * place + 31 * row) % 4096 for place in range(width)] for row in range(rows)], dtype=mx.int32
+    )
+    positions = mx.zeros((rows,), dtype=mx.int32)
+    together, _ = model.forward(ids, model.make_kv(rows, 64), positions)
+    for row in (0, rows // 2, rows - 1):
+        alone, _ = model.forward(ids[row : row + 1], model.make_kv(1, 64), positions[:1])
+        if embedded_pair.runtime.device == "cpu":
+            assert mx.array_equal(alone[0], together[row])
+        moved = mx.concatenate([ids[row:], ids[:row]])
+        elsewhere, _ = model.forward(moved, model.make_kv(rows, 64), positions)
+        assert mx.array_equal(elsewhere[0], together[row])

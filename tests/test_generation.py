@@ -206,6 +206,15 @@ def test_without_a_seed_two_runs_differ_and_report_theirs(self_draft):
         ({"seed": -1}, "seed: got -1"),
         ({"seed": 2**70}, "seed: got"),
         ({"stop": ("",)}, "stop: got"),
+        ({"stop": 5}, "stop: got 5"),
+        ({"stop": ["a", 1]}, "stop: got"),
+        ({"max_tokens": "4"}, "max-tokens: got '4'"),
+        ({"max_tokens": 4.0}, "max-tokens: got 4.0"),
+        ({"max_tokens": True}, "max-tokens: got True"),
+        ({"temperature": "hot"}, "temperature: got 'hot'"),
+        ({"temperature": 1e-40}, "temperature: got 1e-40"),
+        ({"top_k": 2.5}, "top-k: got 2.5"),
+        ({"ignore_eos": 1}, "ignore-eos: got 1"),
         ({"accept_rule": "typical"}, "accept-rule: got 'typical'"),
     ],
 )
@@ -218,3 +227,42 @@ def test_a_bad_option_is_refused_with_got_and_expected(options, message):
 def test_a_draft_length_out_of_range_is_refused(self_draft, draft_k):
     with pytest.raises(UsageError, match=f"draft-k: got {draft_k}, expected 1 to 32"):
         run(self_draft, draft_k=draft_k)
+
+
+@pytest.mark.parametrize("prompt", [None, 7, [5.7, 6.2], ["a"], [1, None]])
+def test_a_prompt_that_is_neither_text_nor_ids_is_refused(self_draft, prompt):
+    with pytest.raises(UsageError, match="prompt: got"):
+        run(self_draft, prompt)
+
+
+def test_a_text_alone_is_one_stop(self_draft):
+    free, _ = run(self_draft, max_tokens=20)
+    stop = free.text[4:6]
+    assert run(self_draft, max_tokens=20, stop=stop)[0].text == free.text[: free.text.index(stop)]
+    assert SamplingParams(stop=None).stop == ()
+
+
+def test_a_generation_that_is_left_and_taken_up_again_goes_on(self_draft):
+    generation = Generation(self_draft, PROMPT, SamplingParams(max_tokens=33))
+    for _ in generation:
+        break
+    for _ in generation:
+        pass
+    assert list(generation) == []
+    assert generation.result().token_ids == run(self_draft, max_tokens=33)[0].token_ids
+
+
+@pytest.mark.parametrize("rule", ["leviathan", "coupled"])
+def test_the_smallest_top_p_and_temperature_still_draw_the_likeliest_id(self_draft, rule):
+    greedy, _ = run(self_draft, max_tokens=12)
+    for options in ({"temperature": 1.0, "top_p": 1e-46}, {"temperature": 1e-4}):
+        assert run(self_draft, max_tokens=12, accept_rule=rule, seed=1, **options)[0].token_ids == greedy.token_ids
+
+
+def test_the_text_and_the_counts_survive_ctrl_c_between_steps(self_draft):
+    generation = Generation(self_draft, PROMPT, SamplingParams(max_tokens=40))
+    chunks = iter(generation)
+    kept = [next(chunks), next(chunks)]
+    generation.cancel()
+    assert generation.cancel().text == ""
+    assert generation.result().usage.completion_tokens == sum(len(chunk.token_ids) for chunk in kept)

@@ -190,6 +190,20 @@ def test_a_row_whose_target_logits_are_not_finite_emits_nothing_and_its_neighbou
     assert state.length.tolist()[0] == 1
 
 
+@pytest.mark.parametrize(("fed", "finite"), [("accepted", False), ("refused", True)])
+def test_only_positions_that_are_used_have_to_be_finite(fed, finite):
+    """The logits behind an accepted id decide what follows; those behind a refused one decide nothing."""
+    target = mx.zeros((VOCAB, VOCAB)).at[:, 5].add(9.0).at[5, 6].add(20.0)  # 3 -> 5 -> 6
+    target = mx.where((mx.arange(VOCAB) == (5 if fed == "accepted" else 7))[:, None], float("nan"), target)
+    proposer = mx.zeros((VOCAB, VOCAB)).at[:, 5 if fed == "accepted" else 7].add(9.0)
+    draft = Draft(forward=table_forward(proposer), vocab_size=VOCAB, context=10**6)
+    step = compile_step(StepConfig(width=3, vocab_size=VOCAB), table_forward(target), draft)
+    state, output = step(make_state([[3]], limit=10, capacity=16), make_sampling(1))
+    assert output.finite.tolist() == [finite]
+    assert output.tokens.tolist()[0][0] == (5 if finite else -1)
+    assert state.length.item() == (2 if finite else 1)
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_draft_that_computes_nan_proposes_nothing_and_decoding_goes_on(temperature):
     target, proposer = tables()

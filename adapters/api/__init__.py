@@ -1,4 +1,4 @@
-"""Speculative decoding for MLX that is exact, deterministic and can be replayed.
+"""Speculative decoding for MLX with the target's own output: exact and deterministic.
 
 >>> import posttrainllm
 >>> pair = posttrainllm.load()  # the embedded pair

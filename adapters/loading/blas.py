@@ -1,17 +1,18 @@
 """A real BLAS under MLX's CPU backend.
 
 MLX's CPU wheel links the reference BLAS, whose matrix products cost in proportion to their rows: verifying K tokens
-would cost K tokens. A library loaded with RTLD_GLOBAL before MLX replaces it in place. Two sources are tried:
+would cost K tokens. A library loaded with RTLD_GLOBAL before MLX replaces it in place. That library is a shim of ours
+(cblas_shim.c says why), built once by the C++ compiler that MLX needs anyway, with an OpenBLAS behind it:
 
-1. the `scipy-openblas32` wheel, behind a shim of three functions built once by the C++ compiler that MLX needs anyway;
-2. a system OpenBLAS (Debian and Ubuntu: `libopenblas0-pthread`).
+1. that of the `scipy-openblas32` wheel;
+2. a system one (Debian and Ubuntu: `libopenblas0-pthread`).
 
 `POSTTRAINLLM_BLAS` chooses: `auto` (default), `wheel`, `system`, or `off`.
 """
 
+import atexit
 import ctypes
 import hashlib
-import importlib.metadata
 import importlib.util
 import os
 import platform
@@ -29,6 +30,8 @@ __all__ = ["ENVIRONMENT", "Blas", "compiler", "load_blas"]
 
 ENVIRONMENT = "POSTTRAINLLM_BLAS"
 _CHOICES = ("auto", "wheel", "system", "off")
+# products and sums are to be fused alike in every variant of a loop: the bits of a row rest on it
+_FLAGS = ("-x", "c", "-O3", "-ffp-contract=fast", "-fopenmp", "-shared", "-fPIC")
 
 
 @attrs.frozen(kw_only=True)
@@ -104,53 +107,65 @@ def _from_wheel() -> str:
     libraries = sorted(folder.glob("libscipy_openblas*.so"))
     if not libraries:
         raise _NotFoundError(f"scipy-openblas32 has no library in {folder}")
-    library = _dlopen(libraries[0], ctypes.DEFAULT_MODE)
-    _dlopen(_build_shim(libraries[0]), ctypes.RTLD_GLOBAL)
-    return _describe(library, "scipy_openblas_", "wheel")
+    return _load_behind_shim(str(libraries[0]), "scipy_", "wheel")
 
 
 def _from_system() -> str:
-    library = _dlopen(Path("libopenblas.so.0"), ctypes.RTLD_GLOBAL)
-    return _describe(library, "openblas_", "system")
+    return _load_behind_shim("libopenblas.so.0", "", "system")
 
 
-def _dlopen(path: Path, mode: int) -> ctypes.CDLL:
-    try:
-        return ctypes.CDLL(str(path), mode=mode)
-    except OSError as error:
-        raise _NotFoundError(f"{path.name}: {error}") from None
-
-
-def _describe(library: ctypes.CDLL, prefix: str, source: str) -> str:
-    config = getattr(library, f"{prefix}get_config")
+def _load_behind_shim(name: str, prefix: str, source: str) -> str:
+    """Load OpenBLAS for itself and the shim for all; the text names both."""
+    library = _dlopen(name, ctypes.DEFAULT_MODE)
+    shim = _dlopen(str(_build_shim()), ctypes.RTLD_GLOBAL)
+    config = getattr(library, f"{prefix}openblas_get_config")
     config.restype = ctypes.c_char_p
-    words = config().decode().split()  # such as "OpenBLAS 0.3.34 DYNAMIC_ARCH NO_AFFINITY Haswell MAX_THREADS=64"
-    threads = getattr(library, f"{prefix}get_num_threads")()
-    return f"{words[1]} ({source}, {threads} thread{'s' if threads != 1 else ''})"
+    threads = getattr(library, f"{prefix}openblas_get_num_threads")()
+    functions = [getattr(library, f"{prefix}{name}") for name in ("cblas_sgemm", "cblas_dgemm", "cblas_cgemm")]
+    functions.append(getattr(library, f"{prefix}openblas_set_num_threads"))
+    shim.shim_bind(*(ctypes.cast(function, ctypes.c_void_p) for function in functions), threads)
+    version = config().decode().split()[1]  # of words such as "OpenBLAS 0.3.34 DYNAMIC_ARCH NO_AFFINITY Haswell"
+    return f"{version} ({source}, {threads} thread{'s' if threads != 1 else ''})"
 
 
-def _build_shim(library: Path) -> Path:
-    """Build the shim once for each library and keep it in the user's cache."""
+def _dlopen(name: str, mode: int) -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL(name, mode=mode)
+    except OSError as error:
+        raise _NotFoundError(f"{Path(name).name}: {error}") from None
+
+
+def _build_shim() -> Path:
+    """Build the shim once and keep it in the user's cache, or for this process where there is none."""
     source = Path(__file__).with_name("cblas_shim.c")
-    # the wheel's version stands in the key: an upgrade under the same path must relink
-    version = importlib.metadata.version("scipy-openblas32")
-    identity = "\0".join([source.read_text(encoding="utf-8"), str(library), version, platform.machine()])
+    identity = "\0".join([source.read_text(encoding="utf-8"), *_FLAGS, platform.machine()])
     name = f"cblas_shim-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "posttrainllm"
-    if (cache / name).exists():
+    try:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "posttrainllm"
+        if not (cache / name).exists():
+            cache.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=cache) as folder:
+                _compile(source, Path(folder) / name).replace(cache / name)  # atomic: two processes may build at once
         return cache / name
+    except (OSError, RuntimeError):  # no home, or one that cannot be written to
+        return _compile(source, Path(_process_folder()) / name)
+
+
+def _process_folder() -> str:
+    try:
+        folder = tempfile.mkdtemp(prefix="posttrainllm-")
+    except OSError as error:
+        raise _NotFoundError(f"the shim in front of OpenBLAS has no place to be built: {error}") from None
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def _compile(source: Path, target: Path) -> Path:
     program = compiler()
     if program is None:
-        raise _NotFoundError("the shim for scipy-openblas32 needs g++")
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-    except OSError:  # a home that cannot be written to
-        cache = Path(tempfile.mkdtemp(prefix="posttrainllm-"))
-    with tempfile.TemporaryDirectory(dir=cache) as folder:
-        built = Path(folder) / name
-        flags = ["-x", "c", "-O3", "-shared", "-fPIC", "-o", str(built), str(source), "-x", "none", str(library)]
-        done = subprocess.run([program, *flags, f"-Wl,-rpath,{library.parent}"], capture_output=True, text=True)
-        if done.returncode != 0:
-            raise _NotFoundError(f"the shim for scipy-openblas32 did not build: {done.stderr.strip().splitlines()[-1]}")
-        built.replace(cache / name)  # atomic: two processes may build at once
-    return cache / name
+        raise _NotFoundError("the shim in front of OpenBLAS needs g++")
+    done = subprocess.run([program, *_FLAGS, "-o", str(target), str(source)], capture_output=True, text=True)
+    if done.returncode != 0:
+        problem = (done.stderr.strip() or "no message").splitlines()[-1]
+        raise _NotFoundError(f"the shim in front of OpenBLAS did not build: {problem}")
+    return target

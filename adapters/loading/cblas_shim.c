@@ -1,34 +1,38 @@
-/* The three CBLAS products that MLX's CPU backend calls. Loaded with RTLD_GLOBAL before MLX, these definitions win over the
- * reference BLAS that MLX links. Enumerations are ints in the CBLAS interface.
+/* The three CBLAS products that MLX's CPU backend calls. Loaded with RTLD_GLOBAL before MLX, these definitions win over
+ * the reference BLAS that MLX links. Enumerations are ints in the CBLAS interface.
  *
- * Large products go to the OpenBLAS of the scipy-openblas32 wheel, whose symbols carry a prefix. Two things are done
- * here, since decoding multiplies few rows by matrices that just fit the memory bus:
- *
- * - A product of few rows with a matrix stored row by row (x @ W.T) is a set of dot products. OpenBLAS would first copy
- *   the matrix into its own layout, which takes longer than the product. Here every dot product adds up in the same order
- *   however many rows there are, so a row's result does not depend, to the last bit, on the other rows of its window.
- * - Small products run on one thread. OpenBLAS's threads wait for each other by spinning: on a machine whose cores are
- *   busy, each product then costs a scheduler's time slice, and a step of a small model is hundreds of products. */
+ * Decoding multiplies few rows (a window) by matrices that are read once, and its exactness rests on one property: a row's
+ * result must not depend, to the last bit, on its place in the window or on how many rows there are. OpenBLAS does not
+ * have it (its kernels treat the rows left over by a block of four in another order), and it copies the matrix into its
+ * own layout first, which takes longer than the product. So float32 products of this kind are computed here, every sum in
+ * an order that only the length k decides; the rest goes to OpenBLAS, whose functions `shim_bind` receives. */
 
-#define MATRIX_ELEMENTS (1L << 21) /* 8 MB: from here on a second thread saves more than it risks */
-#define MULTIPLICATIONS (1L << 25)
-#define FEW_ROWS 64 /* measured: beyond, OpenBLAS wins what its copy costs */
+#include <pthread.h>
+
+#define MOST_ROWS 1024             /* beyond, a product is no decoding */
+#define PARALLEL_ELEMENTS (1L << 21) /* a matrix of 8 MB: from here on a second thread saves more than it risks */
+#define PARALLEL_PRODUCTS (1L << 25)
 
 enum { ROW_MAJOR = 101, NO_TRANS = 111, TRANS = 112 };
 
 #if defined(__x86_64__)
 #define VECTORIZED __attribute__((target("avx2,fma")))
-#define INLINED static inline __attribute__((always_inline, target("avx2,fma")))
 static int vectors_work(void) { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
 #else
 #define VECTORIZED
-#define INLINED static inline __attribute__((always_inline))
 static int vectors_work(void) { return 1; }
 #endif
+#define INLINED VECTORIZED static inline __attribute__((always_inline))
 
 #define LANES 8
 typedef float lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int indices __attribute__((vector_size(4 * LANES)));
+
+typedef struct {
+  long m, n, k, lda, ldb, ldc;
+  const float *a, *b;
+  float *c;
+} product;
 
 /* Neighbours added: {x0+x1, x2+x3, y0+y1, y2+y3} and the same of the upper half. */
 INLINED lanes add_pairs(lanes x, lanes y) {
@@ -36,79 +40,142 @@ INLINED lanes add_pairs(lanes x, lanes y) {
          __builtin_shuffle(x, y, (indices){1, 3, 9, 11, 5, 7, 13, 15});
 }
 
-/* c[r][j] = dot(a[r], b[j]) for `rows` x 4 dot products; `rows` is a constant after inlining. Every sum is taken in the
- * same order whatever `rows` is: lane by lane, then ((0+1)+(2+3)) + ((4+5)+(6+7)), then the rest one by one. */
-INLINED void dots(const int rows, long k, const float *a, long lda, const float *b, long ldb, float *c, long ldc) {
+/* c[r][j] = dot(a[r], b[j]) for `rows` x `columns` dot products; both are constants after inlining. The order of a sum:
+ * lane by lane, then ((0+1)+(2+3)) + ((4+5)+(6+7)), then the rest one by one. */
+INLINED void dots(const int rows, const int columns, const product *p, long row, long column) {
+  const float *a = p->a + row * p->lda, *b = p->b + column * p->ldb;
   lanes sum[3][4], left[3];
-  for (int r = 0; r < rows; r++)
+  for (int r = 0; r < 3; r++)
     for (int j = 0; j < 4; j++) sum[r][j] = (lanes){0};
   long i = 0;
-  for (; i + LANES <= k; i += LANES) {
-    /* the next four rows of the matrix: left to itself the processor fetches them only when the sums wait for them */
-    for (int j = 0; j < 4; j++) __builtin_prefetch(b + (j + 4) * ldb + i);
-    for (int r = 0; r < rows; r++) left[r] = *(const lanes *)(a + r * lda + i);
-    for (int j = 0; j < 4; j++) {
-      const lanes right = *(const lanes *)(b + j * ldb + i);
+  for (; i + LANES <= p->k; i += LANES) {
+    /* the next rows of the matrix: left to itself the processor fetches them only when the sums wait for them */
+    for (int j = 0; j < columns; j++) __builtin_prefetch(b + (j + columns) * p->ldb + i);
+    for (int r = 0; r < rows; r++) left[r] = *(const lanes *)(a + r * p->lda + i);
+    for (int j = 0; j < columns; j++) {
+      const lanes right = *(const lanes *)(b + j * p->ldb + i);
       for (int r = 0; r < rows; r++) sum[r][j] += left[r] * right;
     }
   }
   for (int r = 0; r < rows; r++) {
     const lanes four = add_pairs(add_pairs(sum[r][0], sum[r][1]), add_pairs(sum[r][2], sum[r][3]));
-    for (int j = 0; j < 4; j++) {
+    for (int j = 0; j < columns; j++) {
       float total = four[j] + four[j + 4];
-      for (long t = i; t < k; t++) total += a[r * lda + t] * b[j * ldb + t];
-      c[r * ldc + j] = total;
+      for (long t = i; t < p->k; t++) total = __builtin_fmaf(a[r * p->lda + t], b[j * p->ldb + t], total);
+      p->c[(row + r) * p->ldc + column + j] = total;
     }
   }
 }
 
-/* Four rows of the matrix stay in the first cache while all rows of the window pass over them, three at a time. */
-VECTORIZED static void few_rows(long m, long n, long k, const float *a, long lda, const float *b, long ldb, float *c,
-                                long ldc) {
-  for (long j = 0; j < n; j += 4) {
-    if (j + 4 > n) j = n - 4; /* the last four overlap the ones before, and compute the same again */
-    long r = 0;
-    for (; r + 3 <= m; r += 3) dots(3, k, a + r * lda, lda, b + j * ldb, ldb, c + r * ldc + j, ldc);
-    if (m - r == 2) dots(2, k, a + r * lda, lda, b + j * ldb, ldb, c + r * ldc + j, ldc);
-    if (m - r == 1) dots(1, k, a + r * lda, lda, b + j * ldb, ldb, c + r * ldc + j, ldc);
+/* x @ W.T: a few rows of the matrix stay in the first cache while all rows of the window pass over them. */
+#define ALL_ROWS(columns, j)                                                                                         \
+  do {                                                                                                               \
+    long r = 0;                                                                                                      \
+    for (; r + 3 <= p->m; r += 3) dots(3, columns, p, r, j);                                                         \
+    if (p->m - r == 2) dots(2, columns, p, r, j);                                                                    \
+    if (p->m - r == 1) dots(1, columns, p, r, j);                                                                    \
+  } while (0)
+
+VECTORIZED static void transposed_block(const product *p, long block) {
+  const long first = 64 * block, last = first + 64 < p->n ? first + 64 : p->n;
+  long j = first;
+  for (; j + 4 <= last; j += 4) ALL_ROWS(4, j);
+  for (; j < last; j++) ALL_ROWS(1, j);
+}
+
+/* c[r][j..] = sum over i of a[r][i] * b[i][j..] for `rows` x (`vectors` x LANES) sums, each from i = 0 up. */
+INLINED void columns_of(const int rows, const int vectors, const product *p, long row, long column) {
+  lanes sum[3][4];
+  for (int r = 0; r < rows; r++)
+    for (int v = 0; v < vectors; v++) sum[r][v] = (lanes){0};
+  for (long i = 0; i < p->k; i++)
+    for (int v = 0; v < vectors; v++) {
+      const lanes right = *(const lanes *)(p->b + i * p->ldb + column + v * LANES);
+      for (int r = 0; r < rows; r++) sum[r][v] += p->a[(row + r) * p->lda + i] * right;
+    }
+  for (int r = 0; r < rows; r++)
+    for (int v = 0; v < vectors; v++) *(lanes *)(p->c + (row + r) * p->ldc + column + v * LANES) = sum[r][v];
+}
+
+/* x @ W: attention's weighted sum of values. */
+VECTORIZED static void plain_block(const product *p, long block) {
+  const long first = 64 * block, last = first + 64 < p->n ? first + 64 : p->n;
+  for (long r = 0; r < p->m; r += 3) {
+    const long rows = p->m - r < 3 ? p->m - r : 3;
+    long j = first;
+    for (; j + 4 * LANES <= last; j += 4 * LANES) {
+      if (rows == 3) columns_of(3, 4, p, r, j);
+      if (rows == 2) columns_of(2, 4, p, r, j);
+      if (rows == 1) columns_of(1, 4, p, r, j);
+    }
+    for (; j + LANES <= last; j += LANES)
+      for (long s = r; s < r + rows; s++) columns_of(1, 1, p, s, j);
+    for (; j < last; j++)
+      for (long s = r; s < r + rows; s++) {
+        float total = 0;
+        for (long i = 0; i < p->k; i++) total = __builtin_fmaf(p->a[s * p->lda + i], p->b[i * p->ldb + j], total);
+        p->c[s * p->ldc + j] = total;
+      }
   }
 }
 
-extern int scipy_openblas_get_num_threads(void);
-extern void scipy_openblas_set_num_threads(int);
+/* One thread for small products: threads that wait for each other on a busy machine cost a time slice a product, and a
+ * step of a small model is hundreds of products. Threads share out columns, so they do not change a bit. */
+static int parallel(long m, long n, long k) { return n * k >= PARALLEL_ELEMENTS || m * n * k >= PARALLEL_PRODUCTS; }
 
-static void choose_threads(long m, long n, long k) {
-  static int most = 0, current = 0;
-  if (most == 0) most = current = scipy_openblas_get_num_threads();
-  int wanted = n * k >= MATRIX_ELEMENTS || m * n * k >= MULTIPLICATIONS ? most : 1;
-  if (wanted != current) scipy_openblas_set_num_threads(current = wanted);
+typedef void sgemm_function(int, int, int, int, int, int, float, const float *, int, const float *, int, float, float *, int);
+typedef void dgemm_function(int, int, int, int, int, int, double, const double *, int, const double *, int, double, double *,
+                            int);
+typedef void cgemm_function(int, int, int, int, int, int, const void *, const void *, int, const void *, int, const void *,
+                            void *, int);
+static sgemm_function *sgemm;
+static dgemm_function *dgemm;
+static cgemm_function *cgemm;
+static void (*set_threads)(int);
+static int most_threads;
+static pthread_mutex_t library = PTHREAD_MUTEX_INITIALIZER;
+
+/* Receive OpenBLAS's own functions; called once, before MLX is loaded. */
+void shim_bind(sgemm_function *s, dgemm_function *d, cgemm_function *c, void (*set)(int), int threads) {
+  sgemm = s, dgemm = d, cgemm = c, set_threads = set, most_threads = threads;
 }
 
-extern void scipy_cblas_sgemm(int, int, int, int, int, int, float, const float *, int, const float *, int, float, float *,
-                              int);
+static void enter(long m, long n, long k) {
+  static int current = -1;
+  pthread_mutex_lock(&library); /* its number of threads is one for the whole process */
+  const int wanted = parallel(m, n, k) ? most_threads : 1;
+  if (wanted != current) set_threads(current = wanted);
+}
+
+static void leave(void) { pthread_mutex_unlock(&library); }
+
 void cblas_sgemm(int order, int transa, int transb, int m, int n, int k, float alpha, const float *a, int lda,
                  const float *b, int ldb, float beta, float *c, int ldc) {
-  const int shape = order == ROW_MAJOR && transa == NO_TRANS && transb == TRANS && m <= FEW_ROWS && n >= 4;
-  if (shape && alpha == 1 && beta == 0 && (long)n * k < MATRIX_ELEMENTS && vectors_work()) {
-    few_rows(m, n, k, a, lda, b, ldb, c, ldc);
+  const int ours = order == ROW_MAJOR && transa == NO_TRANS && alpha == 1 && beta == 0 && m <= MOST_ROWS && vectors_work();
+  if (ours && (transb == TRANS || transb == NO_TRANS)) {
+    const product p = {m, n, k, lda, ldb, ldc, a, b, c};
+#pragma omp parallel for schedule(static) num_threads(most_threads) if (most_threads > 1 && parallel(m, n, k))
+    for (long block = 0; block < (p.n + 63) / 64; block++) {
+      if (transb == TRANS) transposed_block(&p, block);
+      if (transb == NO_TRANS) plain_block(&p, block);
+    }
     return;
   }
-  choose_threads(m, n, k);
-  scipy_cblas_sgemm(order, transa, transb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
+  enter(m, n, k);
+  sgemm(order, transa, transb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
+  leave();
 }
 
-extern void scipy_cblas_dgemm(int, int, int, int, int, int, double, const double *, int, const double *, int, double,
-                              double *, int);
 void cblas_dgemm(int order, int transa, int transb, int m, int n, int k, double alpha, const double *a, int lda,
                  const double *b, int ldb, double beta, double *c, int ldc) {
-  choose_threads(m, n, k);
-  scipy_cblas_dgemm(order, transa, transb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
+  enter(m, n, k);
+  dgemm(order, transa, transb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
+  leave();
 }
 
-extern void scipy_cblas_cgemm(int, int, int, int, int, int, const void *, const void *, int, const void *, int,
-                              const void *, void *, int);
 void cblas_cgemm(int order, int transa, int transb, int m, int n, int k, const void *alpha, const void *a, int lda,
                  const void *b, int ldb, const void *beta, void *c, int ldc) {
-  choose_threads(m, n, k);
-  scipy_cblas_cgemm(order, transa, transb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
+  enter(m, n, k);
+  cgemm(order, transa, transb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
+  leave();
 }

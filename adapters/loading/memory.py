@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 import mlx.core as mx
 
@@ -66,10 +67,9 @@ def _check(need: float, what: str) -> None:
 
 def _meminfo(field: str) -> int | None:
     try:
-        with open("/proc/meminfo", encoding="ascii") as stream:  # noqa: PTH123 - a kernel file, not a path to handle
-            for line in stream:
-                if line.startswith(field + ":"):
-                    return int(line.split()[1]) * 1024
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith(field + ":"):
+                return int(line.split()[1]) * 1024
     except OSError:
         pass
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
@@ -78,11 +78,11 @@ def _meminfo(field: str) -> int | None:
 
 
 def _container_room() -> int | None:
+    """What a control group still allows; file pages it can drop at any time do not count as used."""
+    folder = Path("/sys/fs/cgroup")
     try:
-        limit, used = (
-            open(f"/sys/fs/cgroup/memory.{name}", encoding="ascii").read().strip()  # noqa: PTH123, SIM115 - as above
-            for name in ("max", "current")
-        )
-    except OSError:
+        limit, used = ((folder / f"memory.{name}").read_text(encoding="ascii").strip() for name in ("max", "current"))
+        statistics = dict(line.split() for line in (folder / "memory.stat").read_text(encoding="ascii").splitlines())
+    except (OSError, ValueError):
         return None
-    return int(limit) - int(used) if limit.isdigit() else None
+    return int(limit) - int(used) + int(statistics.get("inactive_file", 0)) if limit.isdigit() else None

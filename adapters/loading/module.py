@@ -20,13 +20,13 @@ __all__ = ["Model", "load_module", "model_from_module", "module_forward"]
 class Model:
     """A loaded model: a pure forward and the shapes that it needs."""
 
-    forward: Forward
+    forward: Forward = attrs.field(repr=False)
     name: str
     dtype: str
     vocab_size: int
     """Rows of its logits, padding included."""
     context: int
-    kv_shapes: tuple[tuple[int, int, int], ...]
+    kv_shapes: tuple[tuple[int, int, int], ...] = attrs.field(repr=False)
     """(H, size of a key, size of a value) for every layer."""
     kv_dtype: mx.Dtype
 

@@ -17,9 +17,9 @@ class Tokenizer:
     """A checkpoint's tokenizer and the ids that end a reply."""
 
     path: Path
-    backend: Any
+    backend: Any = attrs.field(repr=False)
     """mlx-lm's TokenizerWrapper around a transformers tokenizer."""
-    vocabulary: dict[int, str]
+    vocabulary: dict[int, str] = attrs.field(repr=False)
     """Every id, added ones included, with its piece."""
     eos_ids: frozenset[int]
     """From config.json, generation_config.json and the tokenizer together."""
@@ -31,7 +31,7 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of a prompt, with the special ids the tokenizer puts in front."""
-        return list(self.backend.encode(text))
+        return list(self.backend.encode(text, verbose=False))  # the length is checked, and said, by whoever asks
 
     def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
         """Ids of a conversation that the model is to continue, by the checkpoint's chat template or a plain one."""

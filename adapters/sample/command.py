@@ -119,16 +119,13 @@ def _run(generation: "Generation", *, echo: bool, stop_status: Any) -> int:
 
 
 def _check_widths(draft_k: int, plain_width: int | None, plain: bool) -> None:
-    from posttrainllm.adapters.params import MAX_DRAFT_K
+    from posttrainllm.adapters.params import MAX_DRAFT_K, check_width
 
-    if not 1 <= draft_k <= MAX_DRAFT_K:
-        raise UsageError(f"--draft-k: got {draft_k}, expected 1 to {MAX_DRAFT_K}")
-    if plain_width is None:
-        return
-    if not plain:
-        raise UsageError(f"--plain-width: got {plain_width} with a draft, expected --no-draft beside it")
-    if not 1 <= plain_width <= MAX_DRAFT_K + 1:
-        raise UsageError(f"--plain-width: got {plain_width}, expected 1 to {MAX_DRAFT_K + 1}")
+    check_width("draft-k", draft_k, 1, MAX_DRAFT_K)
+    if plain_width is not None:
+        check_width("plain-width", plain_width, 1, MAX_DRAFT_K + 1)
+        if not plain:
+            raise UsageError(f"--plain-width: got {plain_width} with a draft, expected --no-draft beside it")
 
 
 def _status(*, enabled: bool) -> Any:

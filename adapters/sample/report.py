@@ -35,10 +35,13 @@ def statistics(result: Result) -> list[str]:
         share = "nothing proposed" if usage.accept_rate is None else f"{usage.accept_rate:.3f}"
         lines.append(
             f"draft accepted {usage.draft_accepted} of {usage.draft_proposed} proposed ({share}) | "
-            f"{timings.tokens_per_step or 0:.2f} tokens a step, K={result.draft_k} | rule {result.accept_rule}"
+            f"{timings.tokens_per_step or 0:.2f} tokens a step, K={result.draft_k}"
+            + (f" | rule {result.accept_rule}" if result.accept_rule else "")
         )
     else:
-        lines.append(f"no speculation: {result.speculative['reason']}")
+        lines.append(f"no speculation: {result.speculative['reason']} | plain decoding at width {result.plain_width}")
+    if result.sampling["temperature"] > 0:
+        lines.append(f"temperature {result.sampling['temperature']:g} | seed {result.seed}")
     blas = f", BLAS {result.blas}" if result.blas else ""
-    lines.append(f"peak memory {result.peak_memory_bytes / 1e6:.0f} MB | {result.device}, {result.dtype}{blas}")
+    lines.append(f"peak MLX memory {result.peak_memory_bytes / 1e6:.0f} MB | {result.device}, {result.dtype}{blas}")
     return lines

@@ -14,15 +14,19 @@ from rich.table import Table
 
 from posttrainllm.adapters.facade import load
 from posttrainllm.adapters.loading.pair import Pair
+from posttrainllm.kernel.errors import PosttrainllmError
 
-PROMPT = '''class Stack:
-    """A last-in, first-out container."""
+__all__ = ["main"]
 
-    def __init__(self):
-        self._items = []
+PROMPT = """import unittest
 
-    def push(self, item):
-'''
+
+class TestStack(unittest.TestCase):
+    def setUp(self):
+        self.stack = Stack()
+
+    def test_push(self):
+"""
 
 
 @click.command()
@@ -52,32 +56,35 @@ def main(prompt: str, max_tokens: int, draft_k: int) -> None:
     drafted, counts = run(pair, 1, lambda text: click.echo(text, nl=False))
     click.echo("\n")
     plain = pair.plain("demo")
-    rows = [
-        (f"with the draft, K={draft_k}", drafted),
-        (f"target alone, width {draft_k + 1} (the reference)", run(plain, draft_k + 1)[0]),
-        ("target alone, width 1 (the usual way)", run(plain, 1)[0]),
-    ]
+    reference, usual = run(plain, draft_k + 1)[0], run(plain, 1)[0]
     table = Table("T=0", "tokens/s", "steps", "tokens a step", "same tokens")
-    for name, result in rows:
-        rate, timings = result.timings.decode_tokens_per_s, result.timings
-        table.add_row(
-            name,
-            f"{rate or 0:.1f}",
-            str(timings.steps),
-            f"{timings.tokens_per_step or 0:.2f}",
-            "yes" if result.token_ids == drafted.token_ids else "no",
-        )
+    for name, result in (
+        (f"with the draft, K={draft_k}", drafted),
+        (f"target alone, width {draft_k + 1} (reference)", reference),
+        ("target alone, width 1", usual),
+    ):
+        rate, timings = result.timings.decode_tokens_per_s or 0, result.timings
+        same = "-" if result is drafted else "yes" if result.token_ids == drafted.token_ids else "no"
+        table.add_row(name, f"{rate:.1f}", str(timings.steps), f"{timings.tokens_per_step or 0:.2f}", same)
     console.print(table)
     usage = drafted.usage
     console.print(
         f"draft: {usage.draft_accepted} of {usage.draft_proposed} proposals accepted ({usage.accept_rate or 0:.3f})"
     )
+    console.print("steps by the tokens they emitted (the last one may be cut):")
     for size, count in sorted(Counter(counts).items()):
-        console.print(f"  {size} token{'s' if size > 1 else ' '} a step  {'█' * count} {count}")
-    if rows[1][1].token_ids != drafted.token_ids:
+        console.print(f"  {size} {'█' * count} {count}")
+    if reference.token_ids != drafted.token_ids:
         console.print("the draft changed the output: this is a bug")
         sys.exit(3)
+    ratio = (drafted.timings.decode_tokens_per_s or 0) / (usual.timings.decode_tokens_per_s or 1)
+    console.print(
+        f"The same {len(drafted.token_ids)} tokens with and without the draft, {ratio:.2f}x the rate of width 1."
+    )
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except PosttrainllmError as error:
+        sys.exit(f"error: {error}")

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from posttrainllm.adapters.facade import generate, load, stream
+    from posttrainllm.kernel.errors import PosttrainllmError
 
-__all__ = ["__version__", "generate", "load", "stream"]
+__all__ = ["PosttrainllmError", "__version__", "generate", "load", "stream"]
 
 __version__ = "0.1.0"
 
@@ -23,6 +24,10 @@ def __getattr__(name: str) -> Any:
         from posttrainllm.adapters import facade
 
         return getattr(facade, name)
+    if name == "PosttrainllmError":
+        from posttrainllm.kernel.errors import PosttrainllmError
+
+        return PosttrainllmError
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

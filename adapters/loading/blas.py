@@ -91,7 +91,7 @@ def _load() -> Blas:
     return Blas(
         name="reference",
         fast=False,
-        warning=f"no fast BLAS ({'; '.join(problems)}): float32 on the CPU will be several times slower",
+        warning=f"no fast BLAS ({'; '.join(problems)}): decoding on the CPU will be several times slower",
     )
 
 
@@ -132,7 +132,8 @@ def _dlopen(name: str, mode: int) -> ctypes.CDLL:
     try:
         return ctypes.CDLL(name, mode=mode)
     except OSError as error:
-        raise _NotFoundError(f"{Path(name).name}: {error}") from None
+        reason = str(error).removeprefix(f"{name}: ")
+        raise _NotFoundError(f"{Path(name).name}: {reason}") from None
 
 
 def _build_shim() -> Path:

@@ -46,7 +46,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
         CheckpointError: something is missing, torn or inconsistent; the text names the file, got and expected.
     """
     if not path.is_dir():
-        raise CheckpointError(f"{path}: got {'a file' if path.exists() else 'nothing'}, expected a model directory")
+        found = "a file" if path.exists() else "nothing there (models are not downloaded)"
+        raise CheckpointError(f"{path}: got {found}, expected a model directory")
     config = read_json(path / "config.json")
     if not (path / "tokenizer.json").is_file():
         raise CheckpointError(f"{path}: tokenizer.json is missing")

@@ -23,11 +23,23 @@ __all__ = ["sample"]
 @click.option("--prompt", metavar="TEXT", help="The prompt. Default: standard input.")
 @click.option("--prompt-file", metavar="FILE", help="Read the prompt from a UTF-8 file.")
 @click.option("--chat", is_flag=True, help="Wrap the prompt in the checkpoint's chat template.")
-@click.option("--max-tokens", type=int, default=128, show_default=True, help="Cut to what the context holds.")
+@click.option(
+    "--max-tokens",
+    type=int,
+    default=128,
+    show_default=True,
+    help="Most tokens to generate, cut to the context.",
+)
 @click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy.")
 @click.option("--top-p", type=float, default=1.0, show_default=True, help="Keep the likeliest ids up to this mass.")
 @click.option("--top-k", type=int, default=0, show_default=True, help="Keep this many ids; 0 keeps all.")
-@click.option("--min-p", type=float, default=0.0, show_default=True, help="Keep ids this likely beside the likeliest.")
+@click.option(
+    "--min-p",
+    type=float,
+    default=0.0,
+    show_default=True,
+    help="Drop ids under this share of the likeliest.",
+)
 @click.option("--seed", type=int, help="Same seed, same text. Default: fresh entropy.")
 @click.option(
     "--accept-rule",
@@ -37,15 +49,20 @@ __all__ = ["sample"]
     help="How proposals are judged at T>0: by the ratio of probabilities, or by shared noise, which gives the ids "
     "that plain sampling with the same seed gives.",
 )
-@click.option("--plain-width", type=int, metavar="N", help="Width of the plain forward; K+1 is the reference for K.")
+@click.option(
+    "--plain-width",
+    type=int,
+    metavar="N",
+    help="Width without a draft, 1 to 33; K+1 is the reference for K.",
+)
 @click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; may be given several times.")
-@click.option("--ignore-eos", is_flag=True, help="Go on behind an end-of-text token.")
+@click.option("--ignore-eos", is_flag=True, help="Go on after an end-of-text token.")
 @click.option(
     "--dtype",
     type=click.Choice(["auto", "float32", "float16", "bfloat16"]),
     default="auto",
     show_default=True,
-    help="Of the weights. auto: the checkpoint's, or float32 on a CPU with a real BLAS.",
+    help="Type of the weights. auto: the checkpoint's, or float32 on a CPU with OpenBLAS.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 @click.option("--quiet", is_flag=True, help="Print no statistics.")

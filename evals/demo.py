@@ -18,15 +18,9 @@ from posttrainllm.kernel.errors import PosttrainllmError
 
 __all__ = ["main"]
 
-PROMPT = """import unittest
-
-
-class TestStack(unittest.TestCase):
-    def setUp(self):
-        self.stack = Stack()
-
-    def test_push(self):
-"""
+PROMPT = """def parse_arguments():
+    parser = argparse.ArgumentParser(description="Count words in files")
+    parser.add_argument("""
 
 
 @click.command()

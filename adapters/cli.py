@@ -2,6 +2,7 @@
 
 import importlib
 import logging
+import os
 import sys
 from typing import Any, NoReturn
 
@@ -35,6 +36,7 @@ class _LazyGroup(click.Group):
             formatter.write_dl([(name, _COMMANDS[name][1]) for name in self.list_commands(ctx)])
 
     def main(self, *args: Any, **kwargs: Any) -> NoReturn:  # we always exit
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # one line a problem, and it is ours
         logging.basicConfig(format="warning: %(message)s", level=logging.WARNING)
         kwargs["standalone_mode"] = False
         try:
@@ -50,6 +52,8 @@ class _LazyGroup(click.Group):
             code = _fail(str(error), 1)
         except (click.Abort, KeyboardInterrupt):
             code = 130
+        except OSError as error:
+            code = _fail(f"cannot write the output: {error.strerror or error}", 1)
         sys.exit(code if isinstance(code, int) else 0)
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from posttrainllm.adapters.loading.pair import Pair, load_pair
 from posttrainllm.adapters.params import SamplingParams
+from posttrainllm.kernel.errors import UsageError
 
 if TYPE_CHECKING:  # it imports MLX, and the BLAS must come first
     from posttrainllm.adapters.generation import Generation
@@ -43,7 +44,7 @@ def load(
 def stream(
     *, pair: Pair, prompt: str | Sequence[int], draft_k: int = 4, plain_width: int = 1, **options: Any
 ) -> "Iterator[Chunk]":
-    """Decode and yield what each step adds.
+    """Check the request, then decode as the iterator is read; each chunk is what a step added.
 
     Args:
         pair: from `load`.
@@ -53,15 +54,15 @@ def stream(
         **options: the fields of `posttrainllm.adapters.params.SamplingParams`: max_tokens, temperature, top_p, top_k,
             min_p, seed, accept_rule, stop, ignore_eos.
 
-    Yields:
-        Chunks with `text`, `token_ids` and, on the last one, `finish_reason`.
+    Returns:
+        An iterator of chunks with `text`, `token_ids` and, on the last one, `finish_reason`.
 
     Raises:
         UsageError: an option is unknown or out of range.
         CapacityError: the prompt does not fit.
         NonFiniteError: the target's logits were not finite.
     """
-    yield from _generation(pair, prompt, draft_k, plain_width, options)
+    return iter(_generation(pair, prompt, draft_k, plain_width, options))
 
 
 def generate(
@@ -83,4 +84,6 @@ def _generation(
 ) -> "Generation":
     from posttrainllm.adapters.generation import Generation
 
+    if not isinstance(pair, Pair):
+        raise UsageError(f"pair: got {type(pair).__name__}, expected what load() returns")
     return Generation(pair, prompt, SamplingParams.from_options(options), draft_k=draft_k, plain_width=plain_width)

@@ -1,15 +1,14 @@
 """One request from prompt ids to text, on an engine of its own."""
 
-import operator
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import attrs
 import mlx.core as mx
 
 from posttrainllm.adapters.engine import Engine, capacity_for
 from posttrainllm.adapters.loading.pair import Pair
-from posttrainllm.adapters.params import MAX_DRAFT_K, SamplingParams, check_width
+from posttrainllm.adapters.params import MAX_DRAFT_K, SamplingParams, check_width, is_int, is_text
 from posttrainllm.adapters.result import Chunk, FinishReason, Result, Timings, Usage
 from posttrainllm.adapters.rows import RowRequest, RowStep
 from posttrainllm.adapters.text import IncrementalDecoder, StopMatcher
@@ -43,8 +42,8 @@ class Generation:
         draft_k: int = 4,
         plain_width: int = 1,
     ) -> None:
-        check_width("draft-k", draft_k, 1, MAX_DRAFT_K)
-        check_width("plain-width", plain_width, 1, MAX_DRAFT_K + 1)
+        draft_k = check_width("draft-k", draft_k, 1, MAX_DRAFT_K)
+        plain_width = check_width("plain-width", plain_width, 1, MAX_DRAFT_K + 1)
         self.pair, self.params = pair, params
         self._draft_k = draft_k if pair.draft is not None else 0
         self._prompt = _ids(pair, prompt)
@@ -187,8 +186,9 @@ class Generation:
 
 def _ids(pair: Pair, prompt: str | Sequence[int]) -> list[int]:
     if isinstance(prompt, str):
+        if not is_text(prompt):
+            raise UsageError("prompt: got an empty text or one that is no UTF-8, expected text")
         return pair.tokenizer.encode(prompt)
-    try:
-        return [operator.index(index) for index in prompt]
-    except TypeError:
-        raise UsageError(f"prompt: got {type(prompt).__name__}, expected text or token ids") from None
+    if isinstance(prompt, bytes) or not isinstance(prompt, Iterable) or not all(map(is_int, prompt)):
+        raise UsageError(f"prompt: got {type(prompt).__name__} of something else, expected text or token ids")
+    return [int(index) for index in prompt]

@@ -1,6 +1,5 @@
 """What a request asks for, with every value checked."""
 
-import math
 import numbers
 import secrets
 from typing import Any, Literal, TypeAlias
@@ -9,7 +8,7 @@ import attrs
 
 from posttrainllm.kernel.errors import UsageError
 
-__all__ = ["MAX_DRAFT_K", "AcceptRule", "SamplingParams", "check_width"]
+__all__ = ["MAX_DRAFT_K", "AcceptRule", "SamplingParams", "check_width", "is_int", "is_text"]
 
 AcceptRule: TypeAlias = Literal["leviathan", "coupled"]
 MAX_DRAFT_K = 32  # the window is a static shape, and no pair pays beyond a few tokens
@@ -17,6 +16,18 @@ MAX_DRAFT_K = 32  # the window is a static shape, and no pair pays beyond a few 
 
 def _fresh_seed() -> int:
     return secrets.randbits(53)  # every JSON reader can hold it
+
+
+def _plain(value: Any) -> Any:
+    """A number of numpy's, say, as Python's own: MLX and JSON take no other."""
+    if is_int(value):
+        return int(value)
+    return float(value) if _is_number(value) else value
+
+
+def is_text(value: object) -> bool:
+    """Whether it is text that can be written: not empty, and no half of a surrogate pair."""
+    return isinstance(value, str) and value != "" and value.encode("utf-8", "ignore").decode() == value
 
 
 def _as_tuple(stop: Any) -> Any:
@@ -30,15 +41,15 @@ def _as_tuple(stop: Any) -> Any:
 class SamplingParams:
     """One request's options; a bad value raises UsageError with got and expected."""
 
-    max_tokens: int = 128
+    max_tokens: int = attrs.field(default=128, converter=_plain)
     """Ids to emit at most; cut to what the context holds."""
-    temperature: float = 0.0
+    temperature: float = attrs.field(default=0.0, converter=_plain)
     """0 is greedy."""
-    top_p: float = 1.0
-    top_k: int = 0
+    top_p: float = attrs.field(default=1.0, converter=_plain)
+    top_k: int = attrs.field(default=0, converter=_plain)
     """0 keeps all."""
-    min_p: float = 0.0
-    seed: int = attrs.field(factory=_fresh_seed)
+    min_p: float = attrs.field(default=0.0, converter=_plain)
+    seed: int = attrs.field(factory=_fresh_seed, converter=_plain)
     """0 to 2**64 - 1; fresh entropy unless given."""
     accept_rule: AcceptRule = "leviathan"
     stop: tuple[str, ...] = attrs.field(default=(), converter=_as_tuple)
@@ -66,21 +77,22 @@ class SamplingParams:
 
     def __attrs_post_init__(self) -> None:
         """Check every value."""
-        _check("max-tokens", self.max_tokens, _is_int(self.max_tokens) and self.max_tokens >= 1, "1 or more")
+        _check("max-tokens", self.max_tokens, is_int(self.max_tokens) and self.max_tokens >= 1, "1 or more")
         # below, logits / temperature leaves float32; nobody can tell such a draw from a greedy one
-        warm = _is_number(self.temperature) and (self.temperature == 0 or 1e-4 <= self.temperature < math.inf)
-        _check("temperature", self.temperature, warm, "0, or 0.0001 or more")
+        warm = _is_number(self.temperature) and (self.temperature == 0 or 1e-4 <= self.temperature <= 1e4)
+        _check("temperature", self.temperature, warm, "0, or 0.0001 to 10000")
         _check("top-p", self.top_p, _is_number(self.top_p) and 0 < self.top_p <= 1, "more than 0, at most 1")
-        _check("top-k", self.top_k, _is_int(self.top_k) and 0 <= self.top_k < 2**31, "0 (off) or more")
+        _check("top-k", self.top_k, is_int(self.top_k) and 0 <= self.top_k < 2**31, "0 (off) or more")
         _check("min-p", self.min_p, _is_number(self.min_p) and 0 <= self.min_p <= 1, "0 to 1")
-        _check("seed", self.seed, _is_int(self.seed) and 0 <= self.seed < 2**64, "0 to 2**64 - 1")
+        _check("seed", self.seed, is_int(self.seed) and 0 <= self.seed < 2**64, "0 to 2**64 - 1")
         _check("accept-rule", self.accept_rule, self.accept_rule in ("leviathan", "coupled"), "leviathan or coupled")
-        texts = isinstance(self.stop, tuple) and all(isinstance(text, str) and text for text in self.stop)
+        texts = isinstance(self.stop, tuple) and all(map(is_text, self.stop))
         _check("stop", self.stop, texts, "texts that are not empty")
         _check("ignore-eos", self.ignore_eos, isinstance(self.ignore_eos, bool), "true or false")
 
 
-def _is_int(value: object) -> bool:
+def is_int(value: object) -> bool:
+    """Whether it is a whole number, of Python or numpy; a bool is none."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
@@ -93,7 +105,7 @@ def _check(name: str, got: object, good: bool, expected: str) -> None:
         raise UsageError(f"--{name}: got {got!r}, expected {expected}")
 
 
-def check_width(name: str, got: object, least: int, most: int) -> None:
+def check_width(name: str, got: Any, least: int, most: int) -> int:
     """Refuse a draft length or a width out of range.
 
     Args:
@@ -102,7 +114,11 @@ def check_width(name: str, got: object, least: int, most: int) -> None:
         least: smallest that works.
         most: largest that works.
 
+    Returns:
+        The value.
+
     Raises:
         UsageError: with got and expected.
     """
-    _check(name, got, _is_int(got) and least <= got <= most, f"{least} to {most}")  # type: ignore[operator] # an int
+    _check(name, got, is_int(got) and least <= got <= most, f"{least} to {most}")
+    return int(got)

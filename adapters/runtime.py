@@ -2,7 +2,9 @@
 
 import importlib.metadata
 import logging
+import os
 import sys
+from pathlib import Path
 
 import attrs
 
@@ -38,7 +40,7 @@ class Runtime:
         if self.blas is not None:
             parts.append(f"BLAS {self.blas}")
         if not self.compiled:
-            parts.append("uncompiled: no g++")
+            parts.append("uncompiled")
         return ", ".join(parts)
 
 
@@ -72,11 +74,11 @@ def _start() -> Runtime:
             hint = "reinstall it: pip install --force-reinstall mlx"
         raise BackendError(f"MLX cannot be imported ({str(error).splitlines()[0]}); {hint}") from None
     on_gpu = mx.default_device().type == mx.DeviceType.gpu
-    compiled = on_gpu or sys.platform == "darwin" or compiler() is not None
     problems = []
-    if not compiled:
+    obstacle = None if on_gpu or sys.platform == "darwin" else _compile_obstacle()
+    if obstacle is not None:
         mx.disable_compile()  # mlx-lm's own modules compile small functions too
-        problems.append("no C++ compiler (g++), the CPU backend runs uncompiled and slower")
+        problems.append(f"{obstacle}, the CPU backend runs uncompiled and slower")
     if blas is not None and blas.warning and not on_gpu:
         problems.append(blas.warning)
     if problems:
@@ -88,8 +90,22 @@ def _start() -> Runtime:
         versions={name: _version(name) for name in ("posttrainllm", "mlx", "mlx-lm")},
         blas=None if on_gpu or blas is None else blas.name,
         fast_float32=on_gpu or (blas is not None and blas.fast),
-        compiled=compiled,
+        compiled=obstacle is None,
     )
+
+
+def _compile_obstacle() -> str | None:
+    """Why MLX cannot build kernels for the CPU: it calls g++ and keeps them in the temporary directory."""
+    if compiler() is None:
+        return "no C++ compiler (g++)"
+    folder = Path(os.environ.get("TMPDIR") or "/tmp")
+    kept = folder / "mlx" / _version("mlx") / "cpu"
+    try:
+        if folder.is_dir():  # MLX itself falls back to /tmp where there is none
+            kept.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return f"{kept} cannot be made ({error.strerror})"
+    return None if not kept.is_dir() or os.access(kept, os.W_OK) else f"{kept} cannot be written to"
 
 
 def _cuda_wheel() -> bool:

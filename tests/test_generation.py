@@ -1,8 +1,12 @@
+import json
+
 import attrs
 import mlx.core as mx
+import numpy as np
 import pytest
 from support import bare_tokenizer, table_pair, tiny_pair, without_draft
 
+from posttrainllm.adapters.facade import stream
 from posttrainllm.adapters.generation import Generation
 from posttrainllm.adapters.params import SamplingParams
 from posttrainllm.kernel.errors import CapacityError, NonFiniteError, UsageError
@@ -266,3 +270,22 @@ def test_the_text_and_the_counts_survive_ctrl_c_between_steps(self_draft):
     generation.cancel()
     assert generation.cancel().text == ""
     assert generation.result().usage.completion_tokens == sum(len(chunk.token_ids) for chunk in kept)
+
+
+def test_numbers_of_numpy_are_numbers(self_draft):
+    options = {"max_tokens": np.int64(6), "temperature": np.float32(0.5), "top_k": np.int32(20), "seed": np.uint64(3)}
+    result, _ = run(self_draft, np.array(PROMPT), draft_k=np.int64(4), **options)
+    json.dumps(result.to_dict())
+    assert len(result.token_ids) == 6
+
+
+@pytest.mark.parametrize("prompt", ["", "\ud800", b"abc", [True, False]])
+def test_a_prompt_that_is_no_text_is_refused(self_draft, prompt):
+    with pytest.raises(UsageError, match="prompt: got"):
+        run(self_draft, prompt)
+
+
+@pytest.mark.parametrize("pair", [None, 5, "x"])
+def test_a_pair_that_is_none_is_refused_at_once(pair):
+    with pytest.raises(UsageError, match="pair: got"):
+        stream(pair=pair, prompt="x")

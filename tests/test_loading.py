@@ -241,3 +241,78 @@ def test_caches_that_cannot_fit_are_refused_with_the_numbers(embedded_pair, monk
 
 def test_available_memory_is_a_plausible_number():
     assert 10**8 < memory.available_bytes() < 10**14
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope_scaling": {"type": "linear", "factor": 0}},
+        {"rope_scaling": {"type": "nonsense"}},
+        {"hidden_size": 0},
+        {"vocab_size": 0},
+        {"vocab_size": -1},
+        {"vocab_size": 10**12},
+        {"rope_theta": "x"},
+        {"num_hidden_layers": 0},
+        {"num_hidden_layers": "x"},
+        {"layer_types": ["sliding_attention", "full_attention"]},
+        {"quantization_config": {"quant_method": "awq"}},
+    ],
+    ids=str,
+)
+def test_a_config_that_describes_no_model_is_one_line(checkpoint, changes):
+    edit_json(checkpoint / "config.json", **changes)
+    with pytest.raises(CheckpointError) as caught:
+        load_pair(checkpoint)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("target", ["nowhere", "model.safetensors"], ids=["dangling", "to itself"])
+def test_weights_that_are_a_broken_link_are_refused(checkpoint, target):
+    (checkpoint / "model.safetensors").unlink()
+    (checkpoint / "model.safetensors").symlink_to(target)
+    with pytest.raises(CheckpointError):
+        load_pair(checkpoint)
+
+
+def test_weights_that_are_a_directory_are_refused(checkpoint):
+    (checkpoint / "model-2.safetensors").mkdir()
+    with pytest.raises(CheckpointError, match=r"model-2\.safetensors: got something that is no file"):
+        load_pair(checkpoint)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_json_that_is_nested_too_deep_is_refused(checkpoint, name):
+    (checkpoint / name).write_text('{"a":' * 100_000)
+    with pytest.raises(CheckpointError):
+        load_pair(checkpoint)
+
+
+def test_a_context_beyond_int32_still_decodes(checkpoint):
+    from posttrainllm.adapters.facade import generate
+
+    edit_json(checkpoint / "config.json", max_position_embeddings=10**18)
+    assert generate(pair=load_pair(None, checkpoint), prompt="a", max_tokens=4).usage.completion_tokens == 4
+
+
+@pytest.mark.parametrize("template", ["{% for", '{{ raise_exception("no") }}', "{{ 1/0 }}", "{{ messages[5].x }}"])
+def test_a_chat_template_that_fails_is_one_line(checkpoint, template):
+    edit_json(checkpoint / "tokenizer_config.json", chat_template=template)
+    tokenizer = load_pair(checkpoint).tokenizer
+    with pytest.raises(CheckpointError, match="its chat template cannot be used"):
+        tokenizer.encode_chat([{"role": "user", "content": "hello"}])
+
+
+def test_a_chat_template_is_applied(checkpoint):
+    edit_json(
+        checkpoint / "tokenizer_config.json", chat_template="<{{ messages[0].content }}>{{ add_generation_prompt }}"
+    )
+    tokenizer = load_pair(checkpoint).tokenizer
+    assert tokenizer.has_chat_template
+    assert tokenizer.decode(tokenizer.encode_chat([{"role": "user", "content": "hello"}])) == "<hello>True"
+
+
+@pytest.mark.parametrize("path", ["", 5, b"/tmp"])
+def test_a_model_that_is_no_path_is_a_usage_error(path):
+    with pytest.raises(UsageError, match="expected the path of a directory"):
+        load_pair(path)

@@ -70,7 +70,7 @@ def compiler() -> str | None:
 
 
 def _load() -> Blas:
-    choice = os.environ.get(ENVIRONMENT, "auto").lower()
+    choice = (os.environ.get(ENVIRONMENT) or "auto").lower()
     if choice not in _CHOICES:
         raise BackendError(f"{ENVIRONMENT}: got {choice!r}, expected one of {', '.join(_CHOICES)}")
     if sys.platform == "darwin":
@@ -165,7 +165,11 @@ def _compile(source: Path, target: Path) -> Path:
     program = compiler()
     if program is None:
         raise _NotFoundError("the shim in front of OpenBLAS needs g++")
-    done = subprocess.run([program, *_FLAGS, "-o", str(target), str(source)], capture_output=True, text=True)
+    command = [program, *_FLAGS, "-o", str(target), str(source)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+    except OSError as error:
+        raise _NotFoundError(f"{program} does not run: {error.strerror}") from None
     if done.returncode != 0:
         problem = (done.stderr.strip() or "no message").splitlines()[-1]
         raise _NotFoundError(f"the shim in front of OpenBLAS did not build: {problem}")

@@ -6,15 +6,18 @@ against the file's size.
 
 import json
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import attrs
 
-from posttrainllm.kernel.errors import CheckpointError
+from posttrainllm.kernel.errors import CheckpointError, PosttrainllmError
 
-__all__ = ["Checkpoint", "read_checkpoint", "read_json"]
+__all__ = ["Checkpoint", "read_checkpoint", "read_json", "readable"]
 
+_MOST_POSITIONS = 2**30  # lengths are int32, and sums of two of them must be, too
 _FLOATS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
@@ -33,6 +36,28 @@ class Checkpoint:
     quantized: bool
 
 
+@contextmanager
+def readable(path: Path, problem: str) -> Iterator[None]:
+    """Turn whatever reading a model directory raises into one line.
+
+    The libraries that read it raise every kind of exception when a file in it is not what they expect.
+
+    Args:
+        path: the directory, for the message.
+        problem: what could not be done, for the message.
+
+    Raises:
+        CheckpointError: for any other error than our own.
+    """
+    try:
+        yield
+    except PosttrainllmError:
+        raise
+    except Exception as error:
+        text = " ".join(str(error).split())[:300]
+        raise CheckpointError(f"{path}: {problem}: {type(error).__name__}: {text}") from None
+
+
 def read_checkpoint(path: Path) -> Checkpoint:
     """Check a model directory and describe it.
 
@@ -45,6 +70,11 @@ def read_checkpoint(path: Path) -> Checkpoint:
     Raises:
         CheckpointError: something is missing, torn or inconsistent; the text names the file, got and expected.
     """
+    with readable(path, "cannot be read"):
+        return _read_checkpoint(path)
+
+
+def _read_checkpoint(path: Path) -> Checkpoint:
     if not path.is_dir():
         found = "a file" if path.exists() else "nothing there (models are not downloaded)"
         raise CheckpointError(f"{path}: got {found}, expected a model directory")
@@ -80,11 +110,11 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: the file is missing, no JSON, or no object.
     """
+    if not path.is_file():
+        raise CheckpointError(f"{path.parent}: {path.name} is missing")
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path.parent}: {path.name} is missing") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: got {type(value).__name__}, expected an object")
@@ -104,6 +134,9 @@ def _weight_files(path: Path) -> list[Path]:
     files = sorted(path.glob("model*.safetensors"))
     if not files:
         raise CheckpointError(f"{path}: got no model*.safetensors, expected at least one")
+    for file in files:
+        if not file.is_file():
+            raise CheckpointError(f"{file}: got something that is no file (a broken link?), expected weights")
     return files
 
 
@@ -123,7 +156,7 @@ def _read_header(file: Path) -> dict[str, int]:
             for entry in tensors:
                 first, last = entry["data_offsets"]
                 by_dtype[entry["dtype"]] = by_dtype.get(entry["dtype"], 0) + last - first
-        except (ValueError, TypeError, KeyError, AttributeError, IndexError):
+        except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError):
             raise CheckpointError(f"{file}: its header is not that of a safetensors file") from None
     if size != 8 + length + end:
         raise CheckpointError(f"{file}: torn: got {size} bytes, expected {8 + length + end}")
@@ -137,5 +170,5 @@ def _context(path: Path, config: dict[str, Any]) -> int:
         if value is not None:
             if not isinstance(value, int) or value < 2:
                 raise CheckpointError(f"{path}/config.json: max_position_embeddings: got {value!r}, expected 2 or more")
-            return value
+            return min(value, _MOST_POSITIONS)
     raise CheckpointError(f"{path}/config.json: max_position_embeddings is missing")

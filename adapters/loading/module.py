@@ -82,7 +82,7 @@ def load_module(checkpoint: Checkpoint, dtype: str) -> Module:
 
     try:
         module: Module = load_model(checkpoint.path, lazy=True)[0]
-    except (ValueError, TypeError, KeyError, OSError, RuntimeError, AttributeError, IndexError) as error:
+    except Exception as error:  # whatever an architecture makes of a config that it does not expect
         raise _translate(checkpoint.path, checkpoint.config, error) from None
     module.set_dtype(getattr(mx, dtype))
     module.eval()

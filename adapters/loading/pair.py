@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from posttrainllm.adapters.loading.checkpoint import Checkpoint, read_checkpoint
+from posttrainllm.adapters.loading.checkpoint import Checkpoint, read_checkpoint, readable
 from posttrainllm.adapters.loading.tokenizer import Tokenizer, load_tokenizer
 from posttrainllm.adapters.runtime import Runtime, start
 from posttrainllm.kernel.errors import PairError, UsageError
@@ -79,6 +79,9 @@ def load_pair(
     """
     if dtype not in DTYPES:
         raise UsageError(f"dtype: got {dtype!r}, expected one of {', '.join(DTYPES)}")
+    for name, path in (("model", model), ("draft-model", draft_model)):
+        if path is not None and (not isinstance(path, (str, Path)) or not str(path)):
+            raise UsageError(f"--{name}: got {path!r}, expected the path of a directory")
     if draft_model is not None and not speculate:
         raise UsageError("got both a draft model and no speculation, expected one of them")
     runtime = start()
@@ -111,7 +114,7 @@ def check_pair(target: Tokenizer, draft: Tokenizer, *, draft_rows: int) -> None:
     Raises:
         PairError: naming the first id that differs.
     """
-    for index in range(max(target.size, draft.size)):
+    for index in sorted(target.vocabulary.keys() | draft.vocabulary.keys()):
         ours, theirs = target.vocabulary.get(index), draft.vocabulary.get(index)
         if ours != theirs:
             raise PairError(
@@ -133,4 +136,5 @@ def _load_model(checkpoint: Checkpoint, dtype: str) -> "Model":
     from posttrainllm.adapters.loading.module import load_module, model_from_module
 
     module = load_module(checkpoint, dtype)
-    return model_from_module(module, name=str(checkpoint.path), dtype=dtype, context=checkpoint.context)
+    with readable(checkpoint.path, "config.json describes no model that runs"):
+        return model_from_module(module, name=str(checkpoint.path), dtype=dtype, context=checkpoint.context)

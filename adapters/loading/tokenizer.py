@@ -6,7 +6,7 @@ from typing import Any
 
 import attrs
 
-from posttrainllm.adapters.loading.checkpoint import Checkpoint, read_json
+from posttrainllm.adapters.loading.checkpoint import Checkpoint, read_json, readable
 from posttrainllm.kernel.errors import CheckpointError
 
 __all__ = ["Tokenizer", "load_tokenizer"]
@@ -36,7 +36,9 @@ class Tokenizer:
     def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
         """Ids of a conversation that the model is to continue, by the checkpoint's chat template or a plain one."""
         if self.has_chat_template:
-            return list(self.backend.apply_chat_template(list(messages), add_generation_prompt=True))
+            with readable(self.path, "its chat template cannot be used"):
+                text = self.backend.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+                return list(self.backend.encode(text, add_special_tokens=False, verbose=False))
         turns = [f"{message['role'].capitalize()}: {message['content']}\n" for message in messages]
         return self.encode("".join(turns) + "Assistant:")
 
@@ -64,13 +66,9 @@ def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
     """
     from mlx_lm.tokenizer_utils import load  # pulls in transformers: seconds
 
-    try:
+    with readable(checkpoint.path, "its tokenizer cannot be read"):
         backend = load(checkpoint.path)
         vocabulary = {index: piece for piece, index in backend.get_vocab().items()}
-    except Exception as error:  # the libraries below raise bare Exception for a torn tokenizer.json
-        raise CheckpointError(
-            f"{checkpoint.path}: its tokenizer cannot be read: {' '.join(str(error).split())[:300]}"
-        ) from None
     if not vocabulary:
         raise CheckpointError(f"{checkpoint.path}: its tokenizer has no vocabulary")
     eos_ids = set(backend.eos_token_ids) | _eos_ids(checkpoint.path / "config.json", checkpoint.config)

@@ -149,5 +149,5 @@ def _status(*, enabled: bool) -> Any:
     """A line on a terminal's standard error while nothing is printed yet."""
     from rich.console import Console
 
-    console = Console(stderr=True, quiet=not enabled or not sys.stderr.isatty())
+    console = Console(stderr=True, quiet=not enabled or sys.stderr is None or not sys.stderr.isatty())
     return console.status("loading")

@@ -32,7 +32,11 @@ def read_prompt(text: str | None, file: str | None) -> str:
             raise UsageError(f"--prompt-file: {file}: {error.strerror or error}") from None
     if sys.stdin is None or sys.stdin.isatty():
         raise UsageError("got no prompt, expected --prompt, --prompt-file or text on standard input")
-    return _check(_decode(sys.stdin.buffer.read(), "standard input"), "standard input")
+    try:
+        data = sys.stdin.buffer.read()
+    except OSError as error:
+        raise UsageError(f"standard input: {error.strerror or error}") from None
+    return _check(_decode(data, "standard input"), "standard input")
 
 
 def _decode(data: bytes, name: str) -> str:

@@ -1,5 +1,7 @@
 """The statistics that follow the text, on standard error."""
 
+import sys
+
 from rich.console import Console
 
 from posttrainllm.adapters.result import Result
@@ -9,6 +11,8 @@ __all__ = ["print_statistics", "statistics"]
 
 def print_statistics(result: Result) -> None:
     """Write the statistics to standard error, dimmed on a terminal."""
+    if sys.stderr is None:  # closed by whoever started us
+        return
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     for line in statistics(result):
         console.print(line, style="dim", markup=False)

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from posttrainllm.adapters.loading.memory import check_kv
 from posttrainllm.adapters.loading.pair import Pair
 from posttrainllm.adapters.rows import RowRequest, RowStep, sampling_of, smallest_mode
-from posttrainllm.kernel.cache import insert_row
+from posttrainllm.kernel.cache import insert_request, insert_row
 from posttrainllm.kernel.config import Mode, StepConfig
 from posttrainllm.kernel.draft import Draft
 from posttrainllm.kernel.errors import CapacityError
@@ -51,7 +51,6 @@ class Engine:
         capacity: C; a row may grow to C - 1.
         width: W.
         diagnostics: whether steps report logit margins.
-        compiled: False runs steps operation by operation.
 
     Raises:
         CapacityError: the shapes make no engine.
@@ -66,7 +65,6 @@ class Engine:
         width: int,
         rows: int = 1,
         diagnostics: bool = False,
-        compiled: bool = True,
     ) -> None:
         narrowest = 1 if pair.draft is None else 2
         if rows < 1 or width < narrowest or capacity < width + 2:
@@ -77,7 +75,7 @@ class Engine:
         self.pair, self.rows, self.capacity, self.width = pair, rows, capacity, width
         self._vocab_size = pair.vocab_size
         self.steps = 0
-        self._compiled = compiled and pair.runtime.compiled
+        self._compiled = pair.runtime.compiled
         self._diagnostics = diagnostics
         self._chunk = prefill_chunk(pair.runtime.device)
         self._depth = 0
@@ -113,19 +111,18 @@ class Engine:
         length, tokens = len(request.prompt), np.zeros((1, self.capacity), dtype=np.int32)
         tokens[0, :length] = request.prompt
         caches = [self._prefill(index, tokens, length - 1) for index in range(len(self._models))]
-        values = {
-            "tokens": mx.array(tokens),
-            "length": mx.array([length], dtype=mx.int32),
-            "limit": mx.array([request.limit], dtype=mx.int32),
-            "key": root_key(request.seed)[None],
-        }
+        prefilled = DecodeState(
+            tokens=mx.array(tokens),
+            length=mx.array([length], dtype=mx.int32),
+            limit=mx.array([request.limit], dtype=mx.int32),
+            target_kv=caches[0],
+            draft_kv=caches[1] if len(caches) > 1 else (),
+            key=root_key(request.seed)[None],
+        )
         # from here on nothing may fail: the other rows live in this state
         state, self._state = self._take(), None
-        changed = {name: insert_row(getattr(state, name), value, row) for name, value in values.items()}
-        target_kv = _insert_kv(state.target_kv, caches[0], row)
-        draft_kv = _insert_kv(state.draft_kv, caches[1], row) if len(caches) > 1 else ()
-        self._state = attrs.evolve(state, target_kv=target_kv, draft_kv=draft_kv, **changed)
-        del state, caches
+        self._state = insert_request(state, prefilled, row)
+        del state, prefilled, caches
         mx.eval(self._state.to_tree())
         self._requests[row] = request
         self._epochs[row] += 1
@@ -237,13 +234,6 @@ class Engine:
                 f"limit: got {request.limit} for a prompt of {len(request.prompt)} tokens, "
                 f"expected {len(request.prompt) + 1} to {most}"
             )
-
-
-def _insert_kv(kv: KVCache, row_kv: KVCache, row: int) -> KVCache:
-    return tuple(
-        (insert_row(keys, row_keys, row), insert_row(values, row_values, row))
-        for (keys, values), (row_keys, row_values) in zip(kv, row_kv, strict=True)
-    )
 
 
 def _kv_bytes(shapes: Sequence[tuple[int, int, int]], element: int, rows: int, capacity: int) -> int:

@@ -6,7 +6,9 @@ shapes. Slot C - 1 is scratch: no mask admits it, and every write that would fal
 
 import mlx.core as mx
 
-__all__ = ["CacheView", "attention_mask", "insert_row", "write_at"]
+from posttrainllm.kernel.state import DecodeState, KVCache
+
+__all__ = ["CacheView", "attention_mask", "insert_request", "insert_row", "write_at"]
 
 
 def write_at(buffer: mx.array, values: mx.array, position: mx.array) -> mx.array:
@@ -90,3 +92,35 @@ def insert_row(buffers: mx.array, row: mx.array, index: int) -> mx.array:
         return row
     chosen = (mx.arange(buffers.shape[0]) == index).reshape(-1, *([1] * (buffers.ndim - 1)))
     return mx.where(chosen, row, buffers)
+
+
+def insert_request(state: DecodeState, request: DecodeState, index: int) -> DecodeState:
+    """Put a request in a row of a batch.
+
+    Args:
+        state: B rows.
+        request: the same shapes with one row, its prompt prefilled.
+        index: which row, 0 <= index < B, checked by the caller.
+
+    Returns:
+        B rows, of which only that one changed.
+    """
+
+    def inserted(name: str) -> mx.array:
+        row: mx.array = getattr(request, name)
+        return insert_row(getattr(state, name), row, index)
+
+    def inserted_kv(kv: KVCache, row_kv: KVCache) -> KVCache:
+        return tuple(
+            (insert_row(keys, row_keys, index), insert_row(values, row_values, index))
+            for (keys, values), (row_keys, row_values) in zip(kv, row_kv, strict=True)
+        )
+
+    return DecodeState(
+        tokens=inserted("tokens"),
+        length=inserted("length"),
+        limit=inserted("limit"),
+        target_kv=inserted_kv(state.target_kv, request.target_kv),
+        draft_kv=inserted_kv(state.draft_kv, request.draft_kv),
+        key=inserted("key"),
+    )

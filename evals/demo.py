@@ -54,7 +54,7 @@ def main(prompt: str, max_tokens: int, draft_k: int) -> None:
     table = Table("T=0", "tokens/s", "steps", "tokens a step", "same tokens")
     for name, result in (
         (f"with the draft, K={draft_k}", drafted),
-        (f"target alone, width {draft_k + 1} (reference)", reference),
+        (f"target alone, width {draft_k + 1}", reference),
         ("target alone, width 1", usual),
     ):
         rate, timings = result.timings.decode_tokens_per_s or 0, result.timings

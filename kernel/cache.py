@@ -90,7 +90,7 @@ def insert_row(buffers: mx.array, row: mx.array, index: int) -> mx.array:
     """
     if buffers.shape[0] == 1:
         return row
-    chosen = (mx.arange(buffers.shape[0]) == index).reshape(-1, *([1] * (buffers.ndim - 1)))
+    chosen = (mx.arange(buffers.shape[0]) == index).reshape(-1, *([1] * (buffers.ndim - 1)))  # [B] -> [B, 1, ...]
     return mx.where(chosen, row, buffers)
 
 

@@ -19,7 +19,22 @@ def commit(
     target_kv: KVCache,
     draft_kv: KVCache,
 ) -> tuple[DecodeState, StepOutput]:
-    """Cut `accepted` + 1 ids at the row's limit, write them behind the committed ones and move the length."""
+    """Cut `accepted` + 1 ids at the row's limit, write them behind the committed ones and move the length.
+
+    Args:
+        config: static shape of the step.
+        state: B rows, before the step.
+        tokens: int32 [B, W], the ids to emit; behind `accepted` + 1 they mean nothing.
+        accepted: int32 [B], how many proposals stand, 0 to K.
+        proposed: int32 [B], how many there were.
+        proposals: int32 [B, K], for the output alone.
+        logits: float32 [B, W, V] of the target; where one that decides an emitted id is not finite, the row emits none.
+        target_kv: the target's cache after its forward.
+        draft_kv: the draft's cache after its forwards.
+
+    Returns:
+        The next state and what was emitted.
+    """
     column = mx.arange(config.width)[None]  # [1, W]
     used = column <= accepted[:, None]  # [B, W]
     finite = mx.all(mx.all(mx.isfinite(logits), axis=-1) | ~used, axis=1)  # [B, W, V] -> [B]

@@ -95,7 +95,7 @@ def uniform(keys: mx.array) -> mx.array:
     Returns:
         float32 [B, N].
     """
-    return _uniform(keys, 1).squeeze(-1)
+    return _uniform(keys, 1).squeeze(-1)  # [B, N, 1] -> [B, N]
 
 
 def _uniform(keys: mx.array, width: int) -> mx.array:

@@ -8,7 +8,7 @@ from step to step is an array.
 """
 
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import mlx.core as mx
 
@@ -119,7 +119,7 @@ def compile_step(config: StepConfig, target: Forward, draft: Draft | None = None
         A function from (state, sampling) to (state, output).
     """
 
-    def on_trees(state_tree: tuple, sampling_tree: tuple) -> tuple[tuple, tuple]:  # type: ignore[type-arg]
+    def on_trees(state_tree: tuple[Any, ...], sampling_tree: tuple[Any, ...]) -> tuple[Any, ...]:
         state, sampling = DecodeState.from_tree(state_tree), Sampling.from_tree(sampling_tree)
         if draft is None:
             state, output = plain_step(config, target, state, sampling)

@@ -14,18 +14,18 @@ __all__ = ["DecodeState", "KVCache", "Sampling", "StepOutput"]
 KVCache: TypeAlias = tuple[tuple[mx.array, mx.array], ...]
 """Keys and values of every layer, each [B, H, C, D]; an empty tuple where there is no model."""
 
-Tree: TypeAlias = tuple[Any, ...]
+_Tree: TypeAlias = tuple[Any, ...]
 
 
 @attrs.frozen(eq=False)
 class _Record:
     """Conversion between a record and the tuple of its fields, in the order they are declared."""
 
-    def to_tree(self) -> Tree:
+    def to_tree(self) -> _Tree:
         return attrs.astuple(self, recurse=False)
 
     @classmethod
-    def from_tree(cls, tree: Tree) -> Any:
+    def from_tree(cls, tree: _Tree) -> Any:
         return cls(*tree)
 
 

@@ -27,7 +27,7 @@ _CPU_TIMES = pytest.StashKey[tuple[float, float] | None]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add `--repeats`."""
-    parser.addoption("--repeats", type=int, default=7, help="rounds of every contender, each with a prompt of its own")
+    parser.addoption("--repeats", type=int, default=39, help="rounds of every contender, each with a prompt of its own")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -182,7 +182,13 @@ class Engine:
         self._in_flight.append((tuple(self._epochs), output))
 
     def _step_for(self, mode: Mode) -> Step:
-        config = StepConfig(width=self.width, vocab_size=self._vocab_size, mode=mode, diagnostics=self._diagnostics)
+        config = StepConfig(
+            width=self.width,
+            vocab_size=self._vocab_size,
+            mode=mode,
+            narrow_draft=mode == "greedy" and self.pair.runtime.device == "cpu",
+            diagnostics=self._diagnostics,
+        )
         key = (config, self._compiled)
         if key not in self.pair.compiled:
             model = self.pair.draft

@@ -23,6 +23,9 @@ class StepConfig:
     """Ids that may be emitted: [0, vocab_size). Logits behind it are padding and are cut off."""
     mode: Mode = attrs.field(default="greedy", validator=attrs.validators.in_(("greedy", "sampled", "filtered")))
     """"greedy": every row is at temperature 0. "sampled": noise, no filters. "filtered": noise, top-k, top-p, min-p."""
+    narrow_draft: bool = False
+    """Whether the draft feeds one token a forward after the first: faster where a row costs time. The bits of its cache
+    then depend on what was accepted, and so may its proposals, but never what a greedy or coupled row emits."""
     diagnostics: bool = False
     """Whether to compute `StepOutput.margin`."""
 

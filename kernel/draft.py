@@ -1,7 +1,8 @@
 """The draft's K forwards.
 
-Every one has width 2: it feeds the previous and the current token. So there is no special case after a window that was
-accepted whole, and the draft's cache at a position does not depend on what was accepted before it.
+The first has width 2: it feeds the last two committed tokens, so there is no special case after a window that was
+accepted whole. The others feed the newest proposal, and the one before it again unless `StepConfig.narrow_draft`: at
+one width everywhere, the draft's cache at a position does not depend on what was accepted before it.
 """
 
 import attrs
@@ -57,22 +58,27 @@ def propose(config: StepConfig, draft: Draft, state: DecodeState, sampling: Samp
     """
     own_noise = _noise(config, state, sampling)
     kv, warped, tokens, finite = state.draft_kv, [], [], []
-    start = mx.maximum(state.length - 2, 0)
+    length = mx.maximum(state.length, 1)  # a row that was never filled is fed like one of one token
+    start = mx.maximum(length - 2, 0)
     columns = mx.minimum(start[:, None] + mx.arange(2), state.tokens.shape[1] - 1)
-    pair = mx.take_along_axis(state.tokens, columns, axis=1)  # [B, 2]
+    window = mx.take_along_axis(state.tokens, columns, axis=1)  # [B, 2]
     # a one-token prompt starts at 0 and reads its first column, every other the second
-    column = mx.clip(state.length - 1 - start, 0, 1)[:, None, None]  # [B, 1, 1]
+    column = (length - 1 - start)[:, None]  # [B, 1]
+    last = mx.take_along_axis(window, column, axis=1)  # [B, 1]
     for index in range(config.width - 1):
-        logits, kv = draft.forward(mx.minimum(pair, draft.vocab_size - 1), kv, start)
-        logits = _fit(mx.take_along_axis(logits, column, axis=1), config.vocab_size)  # [B, 2, V] -> [B, 1, V]
+        logits, kv = draft.forward(mx.minimum(window, draft.vocab_size - 1), kv, start)
+        if index == 0:
+            logits = mx.take_along_axis(logits, column[..., None], axis=1)  # [B, 2, V] -> [B, 1, V]
+        logits = _fit(logits[:, -1:], config.vocab_size)  # [B, 1 or 2, V] -> [B, 1, V]
         warped.append(warp(logits, sampling, filters=config.filters))
         finite.append(mx.all(mx.isfinite(logits[..., : draft.vocab_size]), axis=-1))
         drawn = choose(warped[-1], sampling, None if own_noise is None else own_noise[:, index : index + 1])
         tokens.append(drawn)  # [B, 1]
-        last = mx.take_along_axis(pair, column[..., 0], axis=1)
-        pair = mx.concatenate([last, drawn], axis=1)
-        start = start + column[:, 0, 0]
-        column = mx.ones_like(column)
+        if config.narrow_draft:
+            window, start = drawn, length + index
+        else:
+            window, start = mx.concatenate([last, drawn], axis=1), length - 1 + index
+        last = drawn
     proposals = mx.concatenate(tokens, axis=1)  # K x [B, 1] -> [B, K]
     usable = mx.sum(mx.cumprod(mx.concatenate(finite, axis=1).astype(mx.int32), axis=1), axis=1)
     count = mx.minimum(mx.minimum(sampling.draft_k, usable), _room(draft, state))

@@ -1,3 +1,4 @@
+import attrs
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -269,3 +270,30 @@ def test_stepping_does_not_copy_the_cache():
     kv_bytes = sum(array.nbytes for kv in (fresh().target_kv, fresh().draft_kv) for layer in kv for array in layer)
     assert peak(hold=False) < 0.6 * kv_bytes
     assert peak(hold=True) > 0.9 * kv_bytes  # the test of the test
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_self_draft_is_accepted_whole_whether_it_is_fed_one_token_or_two(narrow, dtype, runtime):
+    """Three rows, one of them a one-token prompt; a gap or a shift in the draft's cache would be refused at once."""
+    if runtime.device != "cpu":
+        pytest.skip("on a GPU the draft's width and the target's round apart")
+    pair = tiny_pair(dtype=dtype, draft="same")
+    draft = Draft(forward=pair.draft.forward, vocab_size=pair.draft.vocab_size, context=pair.draft.context)
+    step = compile_step(StepConfig(width=4, vocab_size=512, narrow_draft=narrow), pair.target.forward, draft)
+    state = make_state(
+        [[3], [4, 5], [7, 8]],
+        limit=120,
+        capacity=128,
+        target_kv=pair.target.make_kv(3, 128),
+        draft_kv=pair.draft.make_kv(3, 128),
+    )
+    state = attrs.evolve(state, target_kv=filled(pair.target, state), draft_kv=filled(pair.draft, state))
+    for _ in range(25):
+        state, output = step(state, make_sampling(3, draft_k=[3, 3, 2]))
+        assert output.accepted.tolist() == output.proposed.tolist() == [3, 3, 2]
+
+
+def filled(model, state):
+    """The cache of a state whose prompts were prefilled, for prompts of at most two tokens."""
+    return model.forward(state.tokens[:, :1], model.make_kv(3, 128), mx.zeros((3,), dtype=mx.int32))[1]

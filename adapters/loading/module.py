@@ -108,6 +108,8 @@ def model_from_module(module: Module, *, name: str, dtype: str, context: int) ->
     from mlx_lm.models.cache import KVCache as GrowingCache
     from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
+    from posttrainllm.adapters.loading.cpu_llama import cpu_llama_forward  # pulls in mlx-lm
+
     caches: list[Any] = make_prompt_cache(module)
     for index, cache in enumerate(caches):
         if type(cache) not in (GrowingCache, RotatingKVCache):
@@ -116,8 +118,9 @@ def model_from_module(module: Module, *, name: str, dtype: str, context: int) ->
                 "what it holds cannot be rewound when a proposal is refused"
             )
     logits = module(mx.zeros((1, 1), dtype=mx.int32), cache=caches)  # lazy: only its shape is read
+    on_cpu = mx.default_device().type == mx.DeviceType.cpu
     return Model(
-        forward=module_forward(module),
+        forward=(cpu_llama_forward(module) if on_cpu else None) or module_forward(module),
         name=name,
         dtype=dtype,
         vocab_size=logits.shape[-1],

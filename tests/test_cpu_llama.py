@@ -84,3 +84,19 @@ def test_the_cpu_takes_it_and_a_gpu_does_not(runtime):
     module = tiny_module(tiny_config(), seed=1)
     model = model_from_module(module, name="tiny", dtype="float32", context=512)
     assert model.forward.__qualname__.startswith("cpu_llama_forward") == (runtime.device == "cpu")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_stands_in_masked_slots_changes_no_bit(dtype):
+    """Stale entries are finite but arbitrary: here keys that would win every maximum and huge values."""
+    module = tiny_module(tiny_config(), seed=3, dtype=getattr(mx, dtype))
+    model = model_from_module(module, name="tiny", dtype=dtype, context=512)
+    forward, position = cpu_llama_forward(module), mx.array([3, 0], dtype=mx.int32)
+    clean = model.make_kv(2, 64)
+    slot = mx.arange(64)[None, None, :, None]
+    stale = tuple(
+        (mx.where(slot >= 3, 1e4, keys).astype(keys.dtype), mx.where(slot >= 3, 1e37, values).astype(values.dtype))
+        for keys, values in clean
+    )
+    window = IDS[:, 3:]
+    assert mx.array_equal(forward(window, clean, position)[0], forward(window, stale, position)[0])

@@ -13,6 +13,7 @@ from posttrainllm.kernel.errors import PosttrainllmError, UsageError
 __all__ = ["cli", "main"]
 
 _COMMANDS = {
+    "gate": ("posttrainllm.adapters.gate.command:gate", "Prove here that a draft changes nothing but the speed."),
     "sample": ("posttrainllm.adapters.sample.command:sample", "Decode one prompt, with a draft or without."),
 }
 

@@ -18,16 +18,16 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import click
 
+from posttrainllm.adapters.batch import decode
 from posttrainllm.adapters.loading.pair import DTYPES, Pair, load_pair
 from posttrainllm.adapters.params import MAX_DRAFT_K
 from posttrainllm.evals.counting import acceptance, count_equal, generated, repeated_share
-from posttrainllm.kernel.errors import CapacityError, NonFiniteError, PosttrainllmError, UsageError
+from posttrainllm.kernel.errors import CapacityError, PosttrainllmError, UsageError
 
 if TYPE_CHECKING:  # it imports MLX, and the BLAS must come first
-    from posttrainllm.adapters.engine import Engine
     from posttrainllm.adapters.rows import RowRequest, RowStep
 
-__all__ = ["HELD_OUT", "command", "decode", "measure", "read_prompts"]
+__all__ = ["HELD_OUT", "command", "measure", "read_prompts"]
 
 HELD_OUT = Path(__file__).parent / "prompts" / "heldout.jsonl"
 _FIRST_TOKENS = 32
@@ -56,41 +56,6 @@ def read_prompts(path: Path) -> list[tuple[str, str]]:
     if not prompts or not all(text and isinstance(text, str) and isinstance(rest, str) for text, rest in prompts):
         raise UsageError(f"{path}: expected a JSON object a line, with a `text` that is not empty") from None
     return prompts
-
-
-def decode(engine: "Engine", requests: Sequence["RowRequest"]) -> list[list["RowStep"]]:
-    """Decode requests to their limits, as many at a time as the engine has rows; nothing ends one early.
-
-    Args:
-        engine: with every row idle; they are idle again afterwards.
-        requests: any number of them.
-
-    Returns:
-        The steps of each request, in the order of the requests.
-
-    Raises:
-        CapacityError: a request does not fit the engine.
-        NonFiniteError: the target's logits were not finite.
-    """
-    done: list[list[RowStep]] = [[] for _ in requests]
-    waiting = list(range(len(requests)))[::-1]
-    active: dict[int, int] = {}  # row -> index of its request
-    left = [request.limit - len(request.prompt) for request in requests]
-    while waiting or active:
-        for row in range(engine.rows):
-            if row not in active and waiting:
-                active[row] = waiting.pop()
-                engine.insert(row, requests[active[row]])
-        for row, step in engine.step().items():
-            index = active[row]
-            if not step.finite:
-                raise NonFiniteError(f"prompt {index}, {left[index]} ids before its end: logits are not finite")
-            done[index].append(step)
-            left[index] -= len(step.tokens)
-            if left[index] == 0:
-                engine.release(row)
-                del active[row]
-    return done
 
 
 def measure(

@@ -20,10 +20,20 @@ from posttrainllm.kernel.forward import Forward
 from posttrainllm.kernel.sampling import choose, warp
 from posttrainllm.kernel.state import DecodeState, KVCache, Sampling, StepOutput
 
-__all__ = ["Prefill", "Step", "compile_prefill", "compile_step", "plain_step", "speculative_step"]
+__all__ = [
+    "Prefill",
+    "Scored",
+    "Step",
+    "compile_forward",
+    "compile_prefill",
+    "compile_step",
+    "plain_step",
+    "speculative_step",
+]
 
 Step: TypeAlias = Callable[[DecodeState, Sampling], tuple[DecodeState, StepOutput]]
 Prefill: TypeAlias = Callable[[mx.array, KVCache, mx.array], KVCache]
+Scored: TypeAlias = Callable[[mx.array, KVCache, mx.array], tuple[mx.array, KVCache]]
 
 
 def speculative_step(
@@ -152,6 +162,24 @@ def compile_prefill(forward: Forward, *, compiled: bool = True) -> Prefill:
         return forward(tokens, kv, position)[1]
 
     return mx.compile(chunk) if compiled else chunk
+
+
+def compile_forward(forward: Forward, *, compiled: bool = True) -> Scored:
+    """Compile a forward with its logits, for whoever looks at them: probes, and the law of what was drawn.
+
+    Args:
+        forward: the model.
+        compiled: False runs it operation by operation.
+
+    Returns:
+        A function from (tokens int32 [B, W], kv, position int32 [B]) to (logits float32 [B, W, V], kv).
+    """
+
+    def scored(tokens: mx.array, kv: KVCache, position: mx.array) -> tuple[mx.array, KVCache]:
+        logits, written = forward(tokens, kv, position)
+        return logits.astype(mx.float32), written
+
+    return mx.compile(scored) if compiled else scored
 
 
 def _score(config: StepConfig, target: Forward, state: DecodeState, window: mx.array) -> tuple[mx.array, KVCache]:

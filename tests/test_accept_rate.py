@@ -6,10 +6,11 @@ import json
 import pytest
 from click.testing import CliRunner
 
+from posttrainllm.adapters.batch import decode
 from posttrainllm.adapters.engine import Engine
 from posttrainllm.adapters.rows import RowRequest, RowStep
 from posttrainllm.evals import accept_rate
-from posttrainllm.evals.accept_rate import HELD_OUT, command, decode, measure, read_prompts
+from posttrainllm.evals.accept_rate import HELD_OUT, command, measure, read_prompts
 from posttrainllm.evals.counting import acceptance, count_equal, repeated_share
 from posttrainllm.kernel.errors import CapacityError, NonFiniteError, UsageError
 

@@ -29,6 +29,8 @@ class Model:
     kv_shapes: tuple[tuple[int, int, int], ...] = attrs.field(repr=False)
     """(H, size of a key, size of a value) for every layer."""
     kv_dtype: mx.Dtype
+    variant: str = "module"
+    """Which forward it is: "module" (mlx-lm's own) or "cpu_llama". Bits may differ between variants."""
 
     @property
     def label(self) -> str:
@@ -119,8 +121,10 @@ def model_from_module(module: Module, *, name: str, dtype: str, context: int) ->
             )
     logits = module(mx.zeros((1, 1), dtype=mx.int32), cache=caches)  # lazy: only its shape is read
     on_cpu = mx.default_device().type == mx.DeviceType.cpu
+    fused = cpu_llama_forward(module) if on_cpu else None
     return Model(
-        forward=(cpu_llama_forward(module) if on_cpu else None) or module_forward(module),
+        forward=fused or module_forward(module),
+        variant="module" if fused is None else "cpu_llama",
         name=name,
         dtype=dtype,
         vocab_size=logits.shape[-1],

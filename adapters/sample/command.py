@@ -11,6 +11,7 @@ from posttrainllm.kernel.errors import UsageError
 
 if TYPE_CHECKING:  # it imports MLX, and --help must not
     from posttrainllm.adapters.generation import Generation
+    from posttrainllm.adapters.loading.pair import Pair
 
 __all__ = ["sample"]
 
@@ -94,7 +95,7 @@ def sample(
     with _status(enabled=not (quiet or as_json)) as status:
         from posttrainllm.adapters.loading.pair import load_pair
 
-        pair = load_pair(model, draft_model, speculate=not no_draft, dtype=dtype)
+        pair = _unless_broken(load_pair(model, draft_model, speculate=not no_draft, dtype=dtype), draft_k)
         from posttrainllm.adapters.generation import Generation
 
         ids = pair.tokenizer.encode_chat([{"role": "user", "content": text}]) if chat else pair.tokenizer.encode(text)
@@ -112,6 +113,17 @@ def sample(
         print_statistics(result)
     if code:
         sys.exit(code)
+
+
+def _unless_broken(pair: "Pair", draft_k: int) -> "Pair":
+    """The pair, or its target alone where the gate has found that the draft changes the output here."""
+    from posttrainllm.adapters.gate.cache import known_broken
+
+    reason = known_broken(pair, draft_k)
+    if reason is None:
+        return pair
+    click.echo(f"warning: the gate calls this pair broken here, decoding without the draft: {reason}", err=True)
+    return pair.plain(f"broken, says the gate: {reason}")
 
 
 def _run(generation: "Generation", *, echo: bool, stop_status: Any) -> int:

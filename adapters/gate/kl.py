@@ -1,0 +1,156 @@
+"""The `leviathan` rule against the target's exact law, by KL divergence.
+
+Every drawn id x is turned into a number in [0, 1): the target's mass of the ids before x, plus a uniform share of the
+mass of x itself. If x follows the target's law p given its history, that number is uniform, whatever p is, and
+independent of all before it, whatever order the ids are put in: so draws at different contexts can be counted together.
+The order here is by p / q, q the draft's law, since a faulty rule gives too much or too little to what the draft likes;
+any partition only lowers the divergence, and this one keeps what such faults cause.
+
+The numbers are counted in M = 9 cells of probability 1 / M each. Twice the number of draws N times the KL divergence of
+the frequencies from 1 / M is then chi-square with M - 1 degrees of freedom (the G-test), and
+
+    epsilon = quantile of chi-square at 1 - alpha / T / (2 N)
+
+is exceeded by a right rule with probability alpha / T; T tests (each place in a step, and all together) give alpha in
+all. Which places a step reaches is decided before the id there is drawn, so each place alone has the law too. The seeds
+are fixed: on one machine the answer is always the same, and alpha is over the choice of seeds.
+"""
+
+import math
+from collections.abc import Sequence
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from posttrainllm.adapters.gate.findings import Law
+from posttrainllm.adapters.gate.paths import Shape
+from posttrainllm.adapters.gate.scoring import Ids, Scorer
+from posttrainllm.adapters.loading.pair import Pair
+from posttrainllm.adapters.rows import RowRequest, RowStep, sampling_of
+from posttrainllm.kernel.sampling import warp
+
+__all__ = ["CELLS", "FALSE_ALARM", "chi_square_quantile", "compare", "positions_in_law"]
+
+CELLS = 9
+FALSE_ALARM = 1e-6
+_LEAST_A_CELL = 10  # below so many expected draws a cell the statistic is not chi-square yet
+
+
+def compare(places: Ids, uniforms: npt.NDArray[np.float64], width: int) -> tuple[Law, ...]:
+    """Count and compare.
+
+    Args:
+        places: [N], the place of each draw in its step, from 1 to W.
+        uniforms: [N] from `positions_in_law`.
+        width: W.
+
+    Returns:
+        All draws together, then each place that has enough of them.
+    """
+    level = FALSE_ALARM / (width + 1)
+    laws = []
+    for place in (None, *range(1, width + 1)):
+        chosen = uniforms if place is None else uniforms[places == place]
+        if place is None or len(chosen) >= CELLS * _LEAST_A_CELL:
+            laws.append(_law(place, chosen, level))
+    return tuple(laws)
+
+
+def _law(place: int | None, uniforms: npt.NDArray[np.float64], level: float) -> Law:
+    cells = np.minimum((uniforms * CELLS).astype(int), CELLS - 1)
+    shares = np.bincount(cells, minlength=CELLS) / len(cells)
+    divergence = float(sum(share * math.log(share * CELLS) for share in shares if share > 0))
+    epsilon = chi_square_quantile(level) / (2 * len(cells))
+    return Law(place=place, draws=len(cells), kl=max(divergence, 0.0), epsilon=epsilon)
+
+
+def chi_square_quantile(level: float) -> float:
+    """What chi-square with CELLS - 1 = 8 degrees of freedom exceeds with a given probability.
+
+    Args:
+        level: in (0, 1).
+
+    Returns:
+        The value, to 1e-9.
+    """
+    low, high = 0.0, 1000.0
+    while high - low > 1e-9:
+        middle = (low + high) / 2
+        half = middle / 2
+        # for an even number of degrees of freedom the tail is a Poisson sum
+        tail = math.exp(-half) * sum(half**term / math.factorial(term) for term in range((CELLS - 1) // 2))
+        low, high = (middle, high) if tail > level else (low, middle)
+    return high
+
+
+def positions_in_law(
+    pair: Pair, shape: Shape, requests: Sequence[RowRequest], runs: Sequence[Sequence[RowStep]]
+) -> tuple[Ids, npt.NDArray[np.float64]]:
+    """Where each drawn id lies in the target's law at its place: uniform on [0, 1) if the rule is right.
+
+    Args:
+        pair: with its draft.
+        shape: of the run.
+        requests: all with the same sampling values.
+        runs: the steps of each.
+
+    Returns:
+        For every drawn id its place in its step, from 1, and its position in the law: two arrays [N].
+    """
+    assert pair.draft is not None
+    compiled = pair.runtime.compiled
+    scorers = [Scorer(model, capacity=shape.capacity, compiled=compiled) for model in (pair.target, pair.draft)]
+    sampling = sampling_of([requests[0]] * shape.rows)
+    filters = requests[0].mode == "filtered"
+    share = np.random.default_rng(0)
+    places: list[int] = []
+    uniforms: list[float] = []
+    for first in range(0, len(requests), shape.rows):
+        batch = list(zip(requests, runs, strict=True))[first : first + shape.rows]
+        ids = _histories(batch, shape)
+        length = ids.shape[1] - 1
+        found = np.zeros((shape.rows, length), dtype=np.float64)
+        forced = [scorer.forced(ids[:, :length], shape.width) for scorer in scorers]
+        for window, (target, draft) in enumerate(zip(*forced, strict=True)):
+            columns = slice(window * shape.width, (window + 1) * shape.width)
+            by_target, by_draft = (
+                warp(_fit(logits, pair.vocab_size), sampling, filters=filters) for logits in (target, draft)
+            )
+            drawn = mx.array(ids[:, columns.start + 1 : columns.stop + 1])
+            shares = mx.array(share.random(drawn.shape, dtype=np.float32))
+            found[:, columns] = _position(by_target, by_draft, drawn, shares)
+        for row, (request, steps) in enumerate(batch):
+            place = [index for step in steps for index in range(1, len(step.tokens) + 1)]
+            places.extend(place)
+            uniforms.extend(found[row, len(request.prompt) - 1 :][: len(place)])
+    return np.array(places, dtype=np.int32), np.array(uniforms)
+
+
+def _histories(batch: Sequence[tuple[RowRequest, Sequence[RowStep]]], shape: Shape) -> Ids:
+    """Prompts and what was drawn behind them, padded: [B, N + 1], N a multiple of W; the last id is never fed."""
+    texts = [[*request.prompt, *(index for step in steps for index in step.tokens)] for request, steps in batch]
+    fed = max(map(len, texts)) - 1
+    ids = np.zeros((shape.rows, fed + -fed % shape.width + 1), dtype=np.int32)
+    for row, text in enumerate(texts):
+        ids[row, : len(text)] = text
+    return ids
+
+
+def _position(warped: mx.array, draft_warped: mx.array, drawn: mx.array, share: mx.array) -> npt.NDArray[np.float64]:
+    """Mass of the ids before the drawn one in the order of p / q, and its own share: [B, W, V] to [B, W]."""
+    probs = mx.softmax(warped, axis=-1)
+    normalised = warped - mx.logsumexp(warped, axis=-1, keepdims=True)
+    draft_normalised = draft_warped - mx.logsumexp(draft_warped, axis=-1, keepdims=True)
+    order = mx.where(probs > 0, normalised - draft_normalised, -mx.inf)
+    own = mx.take_along_axis(order, drawn[..., None], axis=-1)  # [B, W, 1]
+    before = mx.sum(mx.where(order < own, probs, 0), axis=-1)
+    tied = mx.sum(mx.where(order == own, probs, 0), axis=-1)
+    return np.array(before + share * tied, dtype=np.float64)
+
+
+def _fit(logits: mx.array, vocab_size: int) -> mx.array:
+    """Cut to the emitted vocabulary, or fill up with ids that are never drawn."""
+    logits = logits[..., :vocab_size]
+    missing = vocab_size - logits.shape[-1]
+    return mx.pad(logits, [(0, 0), (0, 0), (0, missing)], constant_values=-mx.inf) if missing else logits

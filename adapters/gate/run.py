@@ -1,0 +1,185 @@
+"""One gate run: decode every prompt three ways, draw, probe, judge."""
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+import attrs
+
+from posttrainllm.adapters.batch import decode
+from posttrainllm.adapters.engine import Engine
+from posttrainllm.adapters.gate import kl
+from posttrainllm.adapters.gate.findings import Divergence, Findings, GateResult, PathResult
+from posttrainllm.adapters.gate.paths import PATHS, GatedPath
+from posttrainllm.adapters.gate.plan import Plan
+from posttrainllm.adapters.gate.probes import histories, probe
+from posttrainllm.adapters.gate.trace import write_trace
+from posttrainllm.adapters.gate.verdict import beyond_limit, first_difference, judge, worst
+from posttrainllm.adapters.loading.pair import Pair
+from posttrainllm.adapters.rows import RowRequest, RowStep
+
+__all__ = ["Progress", "run_gate"]
+
+Runs: TypeAlias = list[list[RowStep]]
+Progress: TypeAlias = Callable[[str, int, int], None]
+"""Told what is decoded, and how many ids of how many."""
+
+
+def run_gate(
+    pair: Pair,
+    planned: Plan,
+    *,
+    paths: Sequence[GatedPath] = PATHS,
+    progress: Progress = lambda what, done, total: None,
+    trace_file: Path | None = None,
+) -> GateResult:
+    """Run every path and judge it.
+
+    Args:
+        pair: the models that `planned` was made for.
+        planned: from `plan`.
+        paths: what is gated.
+        progress: told after each step.
+        trace_file: where a broken path's first divergence is recorded; None records nothing.
+
+    Returns:
+        Verdicts, differences, laws and probes.
+
+    Raises:
+        MemoryLimitError: the caches cannot fit.
+        NonFiniteError: the target's logits were not finite.
+    """
+    started = time.perf_counter()
+    results = tuple(_run_path(pair, planned, path, progress, trace_file) for path in paths)
+    return GateResult(
+        verdict=worst([result.verdict for result in results]),
+        seconds=time.perf_counter() - started,
+        paths=results,
+    )
+
+
+@attrs.frozen(kw_only=True)
+class _Runs:
+    """The steps of every request, decoded in every way."""
+
+    greedy: Runs
+    coupled: Runs
+    drawn: Runs
+    reference: Runs
+    reference_coupled: Runs
+    usual: Runs
+
+
+def _decode_all(pair: Pair, planned: Plan, path: GatedPath, progress: Progress) -> _Runs:
+    shape, width = planned.shape, planned.shape.width
+
+    def decoded(engine: Engine, requests: Sequence[RowRequest], what: str) -> Runs:
+        return decode(engine, requests, advance=_Counter(what, requests, progress))
+
+    # one engine at a time: each has caches of its own
+    engine = path.candidate(pair, shape)
+    greedy = decoded(engine, planned.requests, "T=0, with the draft")
+    coupled = decoded(engine, planned.coupled, "T=1, coupled, with the draft")
+    drawn = decoded(engine, planned.drawn, "T=1, leviathan, with the draft")
+    del engine
+    engine = path.reference(pair, shape)
+    reference = decoded(engine, planned.requests, f"T=0, plain at width {width}")
+    reference_coupled = decoded(engine, planned.coupled, f"T=1, plain at width {width}")
+    del engine
+    usual = decoded(path.usual(pair, shape), planned.requests, "T=0, plain at width 1")
+    return _Runs(
+        greedy=greedy,
+        coupled=coupled,
+        drawn=drawn,
+        reference=reference,
+        reference_coupled=reference_coupled,
+        usual=usual,
+    )
+
+
+def _run_path(pair: Pair, planned: Plan, path: GatedPath, progress: Progress, trace_file: Path | None) -> PathResult:
+    shape, runs = planned.shape, _decode_all(pair, planned, path, progress)
+    progress("laws and probes", 0, 1)
+    texts = [[*request.prompt, *_ids(steps)] for request, steps in zip(planned.requests, runs.reference, strict=True)]
+    places, uniforms = kl.positions_in_law(pair, shape, planned.drawn, runs.drawn)
+    findings = Findings(
+        prompts=len(planned.requests),
+        reference_differences=_compare(pair, planned, planned.requests, runs.reference, runs.greedy, runs.reference),
+        usual_differences=_compare(pair, planned, planned.requests, runs.usual, runs.greedy, runs.reference),
+        coupled_prompts=len(planned.coupled),
+        coupled_differences=_compare(pair, planned, planned.coupled, runs.reference_coupled, runs.coupled, None),
+        laws=kl.compare(places, uniforms, shape.width),
+        probes=probe(pair, histories(texts, shape, pair.target.context), shape),
+        accepted=sum(step.accepted for steps in runs.greedy for step in steps),
+        proposed=sum(step.proposed for steps in runs.greedy for step in steps),
+    )
+    progress("laws and probes", 1, 1)
+    verdict, reason = judge(path.title, findings)
+    trace = None
+    if verdict == "broken" and trace_file is not None:
+        trace = write_trace(pair, shape, _culprit(planned, findings), trace_file)
+    return PathResult(path=path.name, title=path.title, verdict=verdict, reason=reason, trace=trace, findings=findings)
+
+
+def _compare(
+    pair: Pair,
+    planned: Plan,
+    requests: Sequence[RowRequest],
+    expected_runs: Runs,
+    runs: Runs,
+    margin_runs: Runs | None,
+) -> tuple[Divergence, ...]:
+    """The first difference of every prompt that has one; the margin is the reference's at that place."""
+    found = []
+    for number, (request, theirs, ours) in enumerate(zip(requests, expected_runs, runs, strict=True)):
+        expected, got = _ids(theirs), _ids(ours)
+        index = first_difference(expected, got)
+        if index is None:
+            continue
+        margins = [m for step in margin_runs[number] for m in step.margins] if margin_runs is not None else []
+        pair_of_ids = [ids[index] if index < len(ids) else None for ids in (expected, got)]
+        names = ["" if token is None else pair.tokenizer.decode([token]) for token in pair_of_ids]
+        found.append(
+            Divergence(
+                prompt=planned.prompts[number].id,
+                position=len(request.prompt) + index,
+                index=index,
+                expected=pair_of_ids[0],
+                got=pair_of_ids[1],
+                expected_text=names[0],
+                got_text=names[1],
+                margin=margins[index] if index < len(margins) else None,
+            )
+        )
+    return tuple(found)
+
+
+def _culprit(planned: Plan, findings: Findings) -> RowRequest:
+    """The request whose trace shows what broke: the first that differs, else the first that was drawn."""
+    names = [prompt.id for prompt in planned.prompts]
+    for requests, differences in (
+        (planned.requests, findings.reference_differences),
+        (planned.coupled, findings.coupled_differences),
+    ):
+        if differences:
+            return requests[names.index(differences[0].prompt)]
+    if not all(law.holds for law in findings.laws):
+        return planned.drawn[0]
+    return planned.requests[names.index(beyond_limit(findings)[0].prompt)]
+
+
+def _ids(steps: Sequence[RowStep]) -> list[int]:
+    return [index for step in steps for index in step.tokens]
+
+
+class _Counter:
+    """Adds up the ids of one decoding."""
+
+    def __init__(self, what: str, requests: Sequence[RowRequest], progress: Progress) -> None:
+        self._what, self._progress, self._done = what, progress, 0
+        self._total = sum(request.limit - len(request.prompt) for request in requests)
+
+    def __call__(self, emitted: int) -> None:
+        self._done += emitted
+        self._progress(self._what, self._done, self._total)

@@ -13,6 +13,7 @@ from posttrainllm.kernel.errors import PosttrainllmError, UsageError
 __all__ = ["cli", "main"]
 
 _COMMANDS = {
+    "replay": ("posttrainllm.adapters.replay.command:replay", "Run a recorded decoding again, bit for bit."),
     "sample": ("posttrainllm.adapters.sample.command:sample", "Decode one prompt, with a draft or without."),
 }
 

@@ -19,6 +19,7 @@ from posttrainllm.adapters.rows import RowPlace, RowRequest, RowStep, read_rows,
 from posttrainllm.kernel.config import StepConfig
 from posttrainllm.kernel.errors import TraceError
 from posttrainllm.kernel.explain import Explanation, explain_step
+from posttrainllm.kernel.noise import root_key
 from posttrainllm.kernel.pure_step import Refill, compile_refill
 from posttrainllm.kernel.state import DecodeState
 
@@ -36,6 +37,7 @@ class Replayer:
     Raises:
         CapacityError: the trace's shapes or ids do not fit the models.
         MemoryLimitError: the caches cannot fit.
+        TraceError: the key is not the seed's.
     """
 
     def __init__(self, pair: Pair, trace: Trace, *, compiled: bool = True) -> None:
@@ -48,6 +50,11 @@ class Replayer:
             **{name: getattr(header, name) for name in ("temperature", "top_k", "top_p", "min_p")},
             coupled=header.accept_rule == "coupled",
         )
+        key = tuple(np.array(root_key(header.seed)).tolist())
+        if key != header.key:
+            raise TraceError(
+                f"{trace.path}: line 1: key: got {list(header.key)}, expected {list(key)}, that of seed {header.seed}"
+            )
         rows = [self._request if row == header.row else None for row in range(header.rows)]
         self._sampling = sampling_of(rows)
         self._engine = self._new_engine()

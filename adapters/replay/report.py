@@ -86,8 +86,9 @@ def describe_divergence(divergence: Divergence, trace: Trace, tokenizer: Tokeniz
         is_id = divergence.index is not None and divergence.field in ("window", "proposals", "emitted")
         return _token(tokenizer, value) if is_id else str(value)
 
+    where = f"position {divergence.position} ({trace.path}, line {divergence.line})"
     return [
-        f"step {divergence.step} differs: {name}, position {divergence.position} ({trace.path}, line {divergence.line})",
+        f"step {divergence.step} differs: {name}, {where}",
         f"  expected {shown(divergence.expected)}",
         f"  got      {shown(divergence.got)}",
     ]
@@ -145,10 +146,10 @@ def _decision(view: StepView, index: int, header: Header, tokenizer: Tokenizer) 
     stood = verdicts.index(False) if False in verdicts else len(verdicts)
     if not ran.finite:
         return "logits not finite: nothing emitted"
-    if index > stood:
-        return "not reached" if index < len(verdicts) else "not proposed" if index < header.proposals else "not reached"
-    if index >= len(ran.tokens):
+    if ran.length + index >= header.limit:
         return "behind the limit"
+    if index > stood:
+        return "not proposed" if len(verdicts) <= index < header.proposals else "not reached"
     draw = _token(tokenizer, explanation["choice"][index])
     by_ratio = explanation["by_ratio"] and index < len(verdicts)
     if index < stood:

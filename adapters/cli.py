@@ -14,6 +14,7 @@ __all__ = ["cli", "main"]
 
 _COMMANDS = {
     "gate": ("posttrainllm.adapters.gate.command:gate", "Prove here that a draft changes nothing but the speed."),
+    "replay": ("posttrainllm.adapters.replay.command:replay", "Run a recorded decoding again, bit for bit."),
     "sample": ("posttrainllm.adapters.sample.command:sample", "Decode one prompt, with a draft or without."),
 }
 

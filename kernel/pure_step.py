@@ -17,15 +17,18 @@ from posttrainllm.kernel.commit import commit
 from posttrainllm.kernel.config import StepConfig
 from posttrainllm.kernel.draft import Draft, propose
 from posttrainllm.kernel.forward import Forward
+from posttrainllm.kernel.refill import refill_step
 from posttrainllm.kernel.sampling import choose, warp
 from posttrainllm.kernel.state import DecodeState, KVCache, Sampling, StepOutput
 
 __all__ = [
     "Prefill",
+    "Refill",
     "Scored",
     "Step",
     "compile_forward",
     "compile_prefill",
+    "compile_refill",
     "compile_step",
     "plain_step",
     "speculative_step",
@@ -34,6 +37,7 @@ __all__ = [
 Step: TypeAlias = Callable[[DecodeState, Sampling], tuple[DecodeState, StepOutput]]
 Prefill: TypeAlias = Callable[[mx.array, KVCache, mx.array], KVCache]
 Scored: TypeAlias = Callable[[mx.array, KVCache, mx.array], tuple[mx.array, KVCache]]
+Refill: TypeAlias = Callable[[DecodeState, mx.array, mx.array, mx.array], DecodeState]
 
 
 def speculative_step(
@@ -180,6 +184,31 @@ def compile_forward(forward: Forward, *, compiled: bool = True) -> Scored:
         return logits.astype(mx.float32), written
 
     return mx.compile(scored) if compiled else scored
+
+
+def compile_refill(config: StepConfig, target: Forward, draft: Draft | None = None, *, compiled: bool = True) -> Refill:
+    """Bind `refill_step` to its models and compile it, as `compile_step` does the step.
+
+    Args:
+        config: static shape of the step that is repeated.
+        target: the model whose output was recorded.
+        draft: the model that proposed; None for a plain run.
+        compiled: False runs it operation by operation.
+
+    Returns:
+        A function from (state, window, tokens, emitted) to the next state.
+    """
+
+    def on_trees(state_tree: tuple[Any, ...], *recorded: mx.array) -> tuple[Any, ...]:
+        return refill_step(config, target, draft, DecodeState.from_tree(state_tree), *recorded).to_tree()
+
+    run = mx.compile(on_trees) if compiled else on_trees
+
+    def refill(state: DecodeState, window: mx.array, tokens: mx.array, emitted: mx.array) -> DecodeState:
+        refilled: DecodeState = DecodeState.from_tree(run(state.to_tree(), window, tokens, emitted))
+        return refilled
+
+    return refill
 
 
 def _score(config: StepConfig, target: Forward, state: DecodeState, window: mx.array) -> tuple[mx.array, KVCache]:

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -12,6 +13,7 @@ from posttrainllm.kernel.errors import UsageError
 if TYPE_CHECKING:  # it imports MLX, and --help must not
     from posttrainllm.adapters.generation import Generation
     from posttrainllm.adapters.loading.pair import Pair
+    from posttrainllm.adapters.replay.writer import TraceWriter
 
 __all__ = ["sample"]
 
@@ -65,6 +67,7 @@ __all__ = ["sample"]
     show_default=True,
     help="Type of the weights. auto: the checkpoint's, or float32 on a CPU with OpenBLAS.",
 )
+@click.option("--record", metavar="FILE", help="Write a trace of every step, for `posttrainllm replay`.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 @click.option("--quiet", is_flag=True, help="Print no statistics.")
 def sample(
@@ -78,6 +81,7 @@ def sample(
     chat: bool,
     plain_width: int | None,
     dtype: str,
+    record: str | None,
     as_json: bool,
     quiet: bool,
     **options: Any,
@@ -102,8 +106,9 @@ def sample(
         if chat and not pair.tokenizer.has_chat_template:
             click.echo("warning: the checkpoint has no chat template; a plain User/Assistant one is used", err=True)
         status.update("prefill; the first run on a CPU also compiles kernels, for some seconds")
-        generation = Generation(pair, ids, params, draft_k=draft_k, plain_width=plain_width or 1)
-        code = _run(generation, echo=not as_json, stop_status=status.stop)
+        with _recorder(record) as recorder:
+            generation = Generation(pair, ids, params, draft_k=draft_k, plain_width=plain_width or 1, recorder=recorder)
+            code = _run(generation, echo=not as_json, stop_status=status.stop)
     result = generation.result()
     if as_json:
         click.echo(json.dumps(result.to_dict(), ensure_ascii=False))
@@ -124,6 +129,15 @@ def _unless_broken(pair: "Pair", draft_k: int) -> "Pair":
         return pair
     click.echo(f"warning: the gate calls this pair broken here, decoding without the draft: {reason}", err=True)
     return pair.plain(f"broken, says the gate: {reason}")
+
+
+def _recorder(path: str | None) -> "AbstractContextManager[TraceWriter | None]":
+    """What --record asks for."""
+    if path is None:
+        return nullcontext()
+    from posttrainllm.adapters.replay.writer import TraceWriter
+
+    return TraceWriter(path)
 
 
 def _run(generation: "Generation", *, echo: bool, stop_status: Any) -> int:

@@ -54,6 +54,7 @@ def gate_key(pair: Pair, planned: "Plan") -> dict[str, Any]:
         "capacity": planned.shape.capacity,
         "prompts": prompts_hash(planned.prompts),
         "max_tokens": planned.max_tokens,
+        "drawn": len(planned.drawn),
     }
 
 

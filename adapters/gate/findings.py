@@ -47,6 +47,8 @@ class Divergence:
 class Law:
     """One comparison of drawn ids with the target's exact law."""
 
+    order: str
+    """What the ids are ordered by: "p / q" or "q", p the target's and q the draft's probability."""
     place: int | None
     """Which id of a step, from 1 to K + 1; None for all together."""
     draws: int

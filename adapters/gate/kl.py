@@ -1,23 +1,26 @@
 """The `leviathan` rule against the target's exact law, by KL divergence.
 
 Every drawn id x is turned into a number in [0, 1): the target's mass of the ids before x, plus a uniform share of the
-mass of x itself. If x follows the target's law p given its history, that number is uniform, whatever p is, and
-independent of all before it, whatever order the ids are put in: so draws at different contexts can be counted together.
-The order here is by p / q, q the draft's law, since a faulty rule gives too much or too little to what the draft likes;
-any partition only lowers the divergence, and this one keeps what such faults cause.
+mass of x itself. If x follows the target's law p given its history, that number is uniform, whatever p is and whatever
+order the ids are put in, and independent of all before it: so draws at different contexts can be counted together. A
+partition of the ids can only lower the divergence; the two orders here keep what faults cause. By p / q, q the draft's
+law: a rule that accepts too often or too rarely gives too much or too little to what the draft overrates. By q: a draft
+that draws otherwise than it says gives too much to what it likes.
 
 The numbers are counted in M = 9 cells of probability 1 / M each. Twice the number of draws N times the KL divergence of
 the frequencies from 1 / M is then chi-square with M - 1 degrees of freedom (the G-test), and
 
-    epsilon = quantile of chi-square at 1 - alpha / T / (2 N)
+    epsilon = (quantile of chi-square at 1 - alpha / T) / (2 N)
 
-is exceeded by a right rule with probability alpha / T; T tests (each place in a step, and all together) give alpha in
-all. Which places a step reaches is decided before the id there is drawn, so each place alone has the law too. The seeds
-are fixed: on one machine the answer is always the same, and alpha is over the choice of seeds.
+is exceeded by a right rule with probability alpha / T; T tests (two orders, each with every place in a step and with
+all together) give alpha in all. Which places a step reaches is decided before the id there is drawn, so each place
+alone has the law too. The seeds are fixed: on one machine the answer is always the same, and alpha is over the choice
+of seeds.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
 import mlx.core as mx
 import numpy as np
@@ -30,39 +33,43 @@ from posttrainllm.adapters.loading.pair import Pair
 from posttrainllm.adapters.rows import RowRequest, RowStep, sampling_of
 from posttrainllm.kernel.sampling import warp
 
-__all__ = ["CELLS", "FALSE_ALARM", "chi_square_quantile", "compare", "positions_in_law"]
+__all__ = ["CELLS", "FALSE_ALARM", "ORDERS", "chi_square_quantile", "compare", "positions_in_law"]
 
+Positions: TypeAlias = npt.NDArray[np.float64]
 CELLS = 9
+ORDERS = ("p / q", "q")
 FALSE_ALARM = 1e-6
 _LEAST_A_CELL = 10  # below so many expected draws a cell the statistic is not chi-square yet
 
 
-def compare(places: Ids, uniforms: npt.NDArray[np.float64], width: int) -> tuple[Law, ...]:
+def compare(places: Ids, positions: Mapping[str, Positions], width: int) -> tuple[Law, ...]:
     """Count and compare.
 
     Args:
         places: [N], the place of each draw in its step, from 1 to W.
-        uniforms: [N] from `positions_in_law`.
+        positions: for each order, [N] from `positions_in_law`.
         width: W.
 
     Returns:
-        All draws together, then each place that has enough of them.
+        For each order all draws together, then each place that has enough of them.
     """
-    level = FALSE_ALARM / (width + 1)
+    level = FALSE_ALARM / (len(positions) * (width + 1))
     laws = []
-    for place in (None, *range(1, width + 1)):
-        chosen = uniforms if place is None else uniforms[places == place]
-        if place is None or len(chosen) >= CELLS * _LEAST_A_CELL:
-            laws.append(_law(place, chosen, level))
+    for order, values in positions.items():
+        laws.append(_law(order, None, values, level))
+        for place in range(1, width + 1):
+            chosen = values[places == place]
+            if len(chosen) >= CELLS * _LEAST_A_CELL:
+                laws.append(_law(order, place, chosen, level))
     return tuple(laws)
 
 
-def _law(place: int | None, uniforms: npt.NDArray[np.float64], level: float) -> Law:
-    cells = np.minimum((uniforms * CELLS).astype(int), CELLS - 1)
+def _law(order: str, place: int | None, positions: Positions, level: float) -> Law:
+    cells = np.minimum((positions * CELLS).astype(int), CELLS - 1)
     shares = np.bincount(cells, minlength=CELLS) / len(cells)
     divergence = float(sum(share * math.log(share * CELLS) for share in shares if share > 0))
     epsilon = chi_square_quantile(level) / (2 * len(cells))
-    return Law(place=place, draws=len(cells), kl=max(divergence, 0.0), epsilon=epsilon)
+    return Law(order=order, place=place, draws=len(cells), kl=max(divergence, 0.0), epsilon=epsilon)
 
 
 def chi_square_quantile(level: float) -> float:
@@ -86,7 +93,7 @@ def chi_square_quantile(level: float) -> float:
 
 def positions_in_law(
     pair: Pair, shape: Shape, requests: Sequence[RowRequest], runs: Sequence[Sequence[RowStep]]
-) -> tuple[Ids, npt.NDArray[np.float64]]:
+) -> tuple[Ids, dict[str, Positions]]:
     """Where each drawn id lies in the target's law at its place: uniform on [0, 1) if the rule is right.
 
     Args:
@@ -96,7 +103,7 @@ def positions_in_law(
         runs: the steps of each.
 
     Returns:
-        For every drawn id its place in its step, from 1, and its position in the law: two arrays [N].
+        For every drawn id its place in its step, from 1, and in each order its position in the law: arrays [N].
     """
     assert pair.draft is not None
     compiled = pair.runtime.compiled
@@ -105,12 +112,12 @@ def positions_in_law(
     filters = requests[0].mode == "filtered"
     share = np.random.default_rng(0)
     places: list[int] = []
-    uniforms: list[float] = []
+    positions: dict[str, list[float]] = {order: [] for order in ORDERS}
     for first in range(0, len(requests), shape.rows):
         batch = list(zip(requests, runs, strict=True))[first : first + shape.rows]
         ids = _histories(batch, shape)
         length = ids.shape[1] - 1
-        found = np.zeros((shape.rows, length), dtype=np.float64)
+        found = {order: np.zeros((shape.rows, length)) for order in ORDERS}
         forced = [scorer.forced(ids[:, :length], shape.width) for scorer in scorers]
         for window, (target, draft) in enumerate(zip(*forced, strict=True)):
             columns = slice(window * shape.width, (window + 1) * shape.width)
@@ -119,12 +126,14 @@ def positions_in_law(
             )
             drawn = mx.array(ids[:, columns.start + 1 : columns.stop + 1])
             shares = mx.array(share.random(drawn.shape, dtype=np.float32))
-            found[:, columns] = _position(by_target, by_draft, drawn, shares)
+            for order, of_window in _positions(by_target, by_draft, drawn, shares).items():
+                found[order][:, columns] = np.array(of_window)
         for row, (request, steps) in enumerate(batch):
             place = [index for step in steps for index in range(1, len(step.tokens) + 1)]
             places.extend(place)
-            uniforms.extend(found[row, len(request.prompt) - 1 :][: len(place)])
-    return np.array(places, dtype=np.int32), np.array(uniforms)
+            for order in ORDERS:
+                positions[order].extend(found[order][row, len(request.prompt) - 1 :][: len(place)])
+    return np.array(places, dtype=np.int32), {order: np.array(values) for order, values in positions.items()}
 
 
 def _histories(batch: Sequence[tuple[RowRequest, Sequence[RowStep]]], shape: Shape) -> Ids:
@@ -137,16 +146,19 @@ def _histories(batch: Sequence[tuple[RowRequest, Sequence[RowStep]]], shape: Sha
     return ids
 
 
-def _position(warped: mx.array, draft_warped: mx.array, drawn: mx.array, share: mx.array) -> npt.NDArray[np.float64]:
-    """Mass of the ids before the drawn one in the order of p / q, and its own share: [B, W, V] to [B, W]."""
+def _positions(warped: mx.array, draft_warped: mx.array, drawn: mx.array, shares: mx.array) -> dict[str, mx.array]:
+    """Mass of the ids before the drawn one, and its share of its own: [B, W, V] to [B, W] in each order."""
     probs = mx.softmax(warped, axis=-1)
-    normalised = warped - mx.logsumexp(warped, axis=-1, keepdims=True)
-    draft_normalised = draft_warped - mx.logsumexp(draft_warped, axis=-1, keepdims=True)
-    order = mx.where(probs > 0, normalised - draft_normalised, -mx.inf)
-    own = mx.take_along_axis(order, drawn[..., None], axis=-1)  # [B, W, 1]
-    before = mx.sum(mx.where(order < own, probs, 0), axis=-1)
-    tied = mx.sum(mx.where(order == own, probs, 0), axis=-1)
-    return np.array(before + share * tied, dtype=np.float64)
+    target_logprobs = warped - mx.logsumexp(warped, axis=-1, keepdims=True)
+    draft_logprobs = draft_warped - mx.logsumexp(draft_warped, axis=-1, keepdims=True)
+    keys = {"p / q": mx.where(probs > 0, target_logprobs - draft_logprobs, -mx.inf), "q": draft_logprobs}
+    positions = {}
+    for order, key in keys.items():
+        own = mx.take_along_axis(key, drawn[..., None], axis=-1)  # [B, W, 1]
+        before = mx.sum(mx.where(key < own, probs, 0), axis=-1)
+        tied = mx.sum(mx.where(key == own, probs, 0), axis=-1)
+        positions[order] = before + shares * tied
+    return positions
 
 
 def _fit(logits: mx.array, vocab_size: int) -> mx.array:

@@ -17,7 +17,8 @@ TEMPERATURE = 1.0
 """Of everything drawn."""
 _ROWS = 16  # on a CPU more cost more: their products take several threads, which wait for each other
 _COUPLED = (16, 48)  # prompts, ids of each
-_DRAWN = (16, 128)
+_DRAWN = {"cpu": 16, "gpu": 64}  # requests; on a CPU these take 7 s with the embedded pair
+_DRAWN_TOKENS = 128
 
 
 @attrs.frozen(kw_only=True)
@@ -34,7 +35,9 @@ class Plan:
     max_tokens: int
 
 
-def plan(pair: Pair, prompts: Sequence[Prompt], *, draft_k: int, max_tokens: int, cut: bool) -> Plan:
+def plan(
+    pair: Pair, prompts: Sequence[Prompt], *, draft_k: int, max_tokens: int, cut: bool, drawn: int | None = None
+) -> Plan:
     """Encode the prompts and choose the shapes.
 
     Args:
@@ -43,6 +46,7 @@ def plan(pair: Pair, prompts: Sequence[Prompt], *, draft_k: int, max_tokens: int
         draft_k: K.
         max_tokens: ids to generate a prompt.
         cut: whether a prompt that leaves no room for them is cut to its first ids; else it is refused.
+        drawn: requests for the law of `leviathan`, of 128 ids each; None is 16 on a CPU and 64 on a GPU.
 
     Returns:
         The plan: one capacity and one number of rows for all.
@@ -85,7 +89,7 @@ def plan(pair: Pair, prompts: Sequence[Prompt], *, draft_k: int, max_tokens: int
         prompts=tuple(prompts),
         requests=tuple(requests(len(texts), max_tokens)),
         coupled=sampled(requests(min(_COUPLED[0], len(texts)), min(_COUPLED[1], max_tokens)), coupled=True),
-        drawn=sampled(requests(*_DRAWN), coupled=False),
+        drawn=sampled(requests(drawn or _DRAWN[pair.runtime.device], _DRAWN_TOKENS), coupled=False),
         shape=shape,
         max_tokens=max_tokens,
     )

@@ -58,7 +58,7 @@ def table_row(path: PathResult, key: dict[str, Any], command: str) -> str:
         A row in Markdown.
     """
     found, versions = path.findings, key["versions"]
-    law = found.laws[0]
+    law = max((law for law in found.laws if law.place is None), key=lambda law: law.kl)
     cells = [
         path.title,
         f"{key['device'][0]} ({key['device'][1]}), {key['dtype']['target']}",
@@ -85,10 +85,14 @@ def _path_lines(path: PathResult, key: dict[str, Any], *, most: int | None) -> l
         f"  T=0             equal to plain at width {width}: {equal} of {found.prompts} prompts; "
         f"at width 1: {path.equal_width_1} of {found.prompts}",
         f"  T=1, coupled    equal to plain at width {width} with the same seeds: {coupled} of {found.coupled_prompts}",
-        f"  T=1, leviathan  {_law_line(found.laws[0])}; false alarm {FALSE_ALARM:.0e} over all {len(found.laws)} tests",
     ]
-    for law in found.laws[1:]:
-        lines.append(f"                  id {law.place} of a step: {_law_line(law)}")
+    totals = [law for law in found.laws if law.place is None]
+    lines += [f"  {'T=1, leviathan' if law is totals[0] else '':16}{_law_line(law)}" for law in totals]
+    places = [law for law in found.laws if law.place is not None]
+    if places:
+        nearest = max(places, key=lambda law: law.kl / law.epsilon)
+        lines.append(f"{'':18}nearest to its bound by place in a step: {_law_line(nearest)}")
+    lines.append(f"{'':18}false alarm {FALSE_ALARM:.0e} over all {len(found.laws)} tests")
     lines.append("  logits change by at most")
     for probe in found.probes:
         mark = "" if probe.difference == 0 or not probe.must_be_zero else "  <- must be 0: shapes are the same"
@@ -112,7 +116,8 @@ def _verdict_line(path: PathResult) -> str:
 
 def _law_line(law: Law) -> str:
     sign = "<=" if law.holds else "> "
-    return f"KL {law.kl:.4f} {sign} {law.epsilon:.4f} over {law.draws} draws"
+    place = "" if law.place is None else f", id {law.place} of a step"
+    return f"KL {law.kl:.4f} {sign} {law.epsilon:.4f} over {law.draws} draws, by {law.order}{place}"
 
 
 def _difference_line(difference: Divergence) -> str:

@@ -102,14 +102,14 @@ def _run_path(pair: Pair, planned: Plan, path: GatedPath, progress: Progress, tr
     shape, runs = planned.shape, _decode_all(pair, planned, path, progress)
     progress("laws and probes", 0, 1)
     texts = [[*request.prompt, *_ids(steps)] for request, steps in zip(planned.requests, runs.reference, strict=True)]
-    places, uniforms = kl.positions_in_law(pair, shape, planned.drawn, runs.drawn)
+    places, positions = kl.positions_in_law(pair, shape, planned.drawn, runs.drawn)
     findings = Findings(
         prompts=len(planned.requests),
         reference_differences=_compare(pair, planned, planned.requests, runs.reference, runs.greedy, runs.reference),
         usual_differences=_compare(pair, planned, planned.requests, runs.usual, runs.greedy, runs.reference),
         coupled_prompts=len(planned.coupled),
         coupled_differences=_compare(pair, planned, planned.coupled, runs.reference_coupled, runs.coupled, None),
-        laws=kl.compare(places, uniforms, shape.width),
+        laws=kl.compare(places, positions, shape.width),
         probes=probe(pair, histories(texts, shape, pair.target.context), shape),
         accepted=sum(step.accepted for steps in runs.greedy for step in steps),
         proposed=sum(step.proposed for steps in runs.greedy for step in steps),

@@ -34,11 +34,11 @@ def judge(title: str, findings: Findings) -> tuple[Verdict, str]:
             return "broken", f"{title}, {what}, against the reference: {_place(differences[0])}"
     refuted = [law for law in findings.laws if not law.holds]
     if refuted:
-        worst_law = max(refuted, key=lambda law: law.kl / law.epsilon)
-        where = "all ids of a step" if worst_law.place is None else f"id {worst_law.place} of a step"
+        law = max(refuted, key=lambda law: law.kl / law.epsilon)
+        where = "all ids of a step" if law.place is None else f"id {law.place} of a step"
         return "broken", (
-            f"{title}, T>0 with the leviathan rule: {where}: KL divergence from the target's law "
-            f"{worst_law.kl:.4f} over {worst_law.draws} draws, expected at most {worst_law.epsilon:.4f}"
+            f"{title}, T>0 with the leviathan rule: {where}, ordered by {law.order}: KL divergence from the target's "
+            f"law {law.kl:.4f} over {law.draws} draws, expected at most {law.epsilon:.4f}"
         )
     beyond = beyond_limit(findings)
     if beyond:

@@ -10,9 +10,9 @@ from support import decode, table_pair, tiny_pair, without_draft
 
 from posttrainllm.adapters import engine as engine_module
 from posttrainllm.adapters.engine import Engine
+from posttrainllm.adapters.replay.facts import step_facts
 from posttrainllm.adapters.replay.reading import read_trace
 from posttrainllm.adapters.replay.replayer import Replayer
-from posttrainllm.adapters.replay.report import step_facts
 from posttrainllm.adapters.replay.verify import verify, view_step
 from posttrainllm.adapters.replay.writer import TraceWriter, record
 from posttrainllm.adapters.rows import RowRequest
@@ -260,7 +260,7 @@ def test_an_edited_step_is_not_built_upon(tmp_path, pair, field):
     trace = recorded(tmp_path, pair, temperature=0.8)
     step = next(step for step in trace.steps if step.step > 1 and step.accepted > 0)
     wrong = edited(trace, step.step, **{field: EDITS[field][0](step)})
-    with pytest.raises(TraceError, match=rf"line {step.step + 2}: \w+: got .*, expected .* from what comes before"):
+    with pytest.raises(TraceError, match=rf"line {step.step + 2}: \w+: got .*, expected .*, which follows"):
         verify(Replayer(pair, wrong), wrong, first=step.step + 1)
 
 

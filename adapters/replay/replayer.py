@@ -188,7 +188,7 @@ class Replayer:
                 if got != expected:
                     raise TraceError(
                         f"{self._trace.path}: line {self._trace.line_of(record.step)}: {name}: got {_shown(got)}, "
-                        f"expected {_shown(expected)} from what comes before; replay from this step to see it"
+                        f"expected {_shown(expected)}, which follows from the rest; --from-step {record.step} runs it"
                     )
             bad = [index for index in record.window if index >= self._pair.vocab_size and index != place.last]
             if bad:

@@ -291,8 +291,9 @@ def test_bad_files_are_one_line(trace, tmp_path):
     assert_one_line(
         replay(edit(trace, tmp_path / "a", 4, accepted=9)), 1, f"{tmp_path}/a: line 4: accepted: got 9, expected 0 to 4"
     )
-    huge = edit(trace, tmp_path / "b", 1, shapes__C=2**31 - 1)
-    assert_one_line(replay(huge), 1, "GB")
+    for name in ("shapes__B", "shapes__C"):
+        huge = edit(trace, tmp_path / "b", 1, **{name: 2**31 - 1})
+        assert_one_line(replay(huge), 1, "GB")
     plain = record(tmp_path / "plain.jsonl", "--no-draft", tokens=4)
     assert_one_line(replay(plain, "--draft-model", "x"), 2, "--draft-model: got x for a trace of a run without a draft")
 

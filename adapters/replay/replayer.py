@@ -55,9 +55,9 @@ class Replayer:
             raise TraceError(
                 f"{trace.path}: line 1: key: got {list(header.key)}, expected {list(key)}, that of seed {header.seed}"
             )
+        self._engine = self._new_engine()  # first: it refuses shapes that no memory holds
         rows = [self._request if row == header.row else None for row in range(header.rows)]
         self._sampling = sampling_of(rows)
-        self._engine = self._new_engine()
         self._state: DecodeState | None = None
         self._place = RowPlace(length=len(header.prompt), last=header.prompt[-1])
 

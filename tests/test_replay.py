@@ -10,9 +10,9 @@ from support import decode, table_pair, tiny_pair, without_draft
 
 from posttrainllm.adapters import engine as engine_module
 from posttrainllm.adapters.engine import Engine
+from posttrainllm.adapters.replay.facts import step_facts
 from posttrainllm.adapters.replay.reading import read_trace
 from posttrainllm.adapters.replay.replayer import Replayer
-from posttrainllm.adapters.replay.report import step_facts
 from posttrainllm.adapters.replay.verify import verify, view_step
 from posttrainllm.adapters.replay.writer import TraceWriter, record
 from posttrainllm.adapters.rows import RowRequest
@@ -150,6 +150,22 @@ def test_refilling_feeds_the_models_what_the_run_fed_them(tmp_path, pair, temper
     assert widths == ({1, 2} if temperature == 0 and pair.runtime.device == "cpu" else {2})
 
 
+def test_the_prompt_goes_through_the_recorded_chunks_and_not_this_devices(tmp_path, pair):
+    prompt, chunks = tuple(range(10, 60)), []
+
+    def forward(tokens, kv, position):
+        chunks.append((tokens.shape[1], position.item()))
+        return pair.target.forward(tokens, kv, position)
+
+    watching = attrs.evolve(pair, draft=None, target=attrs.evolve(pair.target, forward=forward))
+    engine, request = Engine(watching, capacity=256, width=1, chunk=16), request_of(prompt, count=2, draft_k=0)
+    with TraceWriter(tmp_path / "trace.jsonl") as writer:
+        writer.begin(engine, 0, request, fingerprints=PRINTS)
+    trace = read_trace(tmp_path / "trace.jsonl")
+    Replayer(watching, trace, compiled=False).seek(0)
+    assert chunks == [(16, 0), (16, 16), (16, 32), (16, 48)]
+
+
 @pytest.mark.parametrize("bound", [0.0, 1e9], ids=["one step in flight", "two steps in flight"])
 def test_a_row_among_others_is_recorded_and_replays_alone(tmp_path, pair, monkeypatch, bound):
     monkeypatch.setattr(engine_module, "_PIPELINED_BELOW_S", bound)
@@ -260,8 +276,18 @@ def test_an_edited_step_is_not_built_upon(tmp_path, pair, field):
     trace = recorded(tmp_path, pair, temperature=0.8)
     step = next(step for step in trace.steps if step.step > 1 and step.accepted > 0)
     wrong = edited(trace, step.step, **{field: EDITS[field][0](step)})
-    with pytest.raises(TraceError, match=rf"line {step.step + 2}: \w+: got .*, expected .* from what comes before"):
+    with pytest.raises(TraceError, match=rf"line {step.step + 2}: \w+: got .*, expected .*, which follows"):
         verify(Replayer(pair, wrong), wrong, first=step.step + 1)
+
+
+def test_an_edited_last_id_of_a_skipped_step_shows_in_the_first_one_run(tmp_path, pair):
+    trace = recorded(tmp_path, pair, temperature=0.8)
+    step = trace.steps[4]
+    wrong = edited(trace, 4, emitted=change(step.emitted, len(step.emitted) - 1))
+    for first, expected in ((0, (4, "emitted")), (5, (5, "window"))):
+        found = verify(Replayer(pair, wrong), wrong, first=first).divergence
+        assert (found.step, found.field) == expected
+        assert found.position == step.length + len(step.emitted) - 1
 
 
 def test_another_model_diverges_and_the_step_is_explained(tmp_path, pair):
@@ -410,6 +436,7 @@ MALFORMED = [
     (with_line(1, K=3), "line 1: K: got 3, expected 4"),
     (with_line(1, shapes__W=99), "line 1: shapes.W: got 99, expected 2 to 33"),
     (with_line(1, shapes__C=6), "line 1: shapes.C: got 6, expected 7 to"),
+    (with_line(1, shapes__prefill_chunk=10**9), "line 1: shapes.prefill_chunk: got 1000000000, expected 1 to 65536"),
     (with_line(1, row=1), "line 1: row: got 1, expected 0"),
     (with_line(1, seed=-1), "line 1: seed: got -1"),
     (with_line(1, sampling__temperature="hot"), "line 1: sampling: --temperature: got 'hot'"),

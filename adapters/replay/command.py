@@ -1,8 +1,4 @@
-"""`posttrainllm replay`: read, refuse what is from elsewhere, run again, report.
-
-Exit status: 0 when every step is the recorded one; 3 at the first that is not; 1 when the trace cannot be read or is
-from elsewhere; 2 for a bad option.
-"""
+"""`posttrainllm replay`: read, refuse what is from elsewhere, run again, report."""
 
 import json
 import sys
@@ -48,6 +44,9 @@ def replay(
     """Run the trace FILE again, step by step, and stop at the first step that is not the recorded one.
 
     FILE is what `sample --record` wrote. MODEL is the target's directory when it is not where the trace says.
+
+    Exit status: 0 when every step is as recorded, 3 at the first that is not, which is explained; 1 when the trace
+    cannot be read or is from elsewhere; 2 for a bad option.
     """
     from posttrainllm.adapters.replay.reading import read_trace
 
@@ -55,27 +54,30 @@ def replay(
         raise UsageError("got --show with --from-step or --steps, expected one or the other")
     trace = read_trace(file)
     _check_range(trace, from_step, steps, show)
-    if trace.torn is not None:
+    if trace.torn is not None and not as_json:
         click.echo(f"notice: {file}: line {trace.torn} breaks off and is left out", err=True)
     with _status(enabled=not as_json) as status:
         pair, differing = _load(trace, model, draft_model, anyway)
+        for phrase in () if as_json else differing:
+            click.echo(f"warning: {phrase}", err=True)
         compiled = trace.header.compiled and pair.runtime.compiled and not uncompiled
         status.update("replaying; what is not compiled yet takes some seconds more")
         with _compilation(enabled=compiled or not pair.runtime.compiled):
-            report, lines, table, differs = _replay(pair, trace, compiled, from_step or 0, steps, show)
+            report, lines, differs = _replay(pair, trace, compiled, from_step or 0, steps, show)
     if as_json:
         click.echo(json.dumps({"trace": file, "differences": differing, **report}, ensure_ascii=False))
     else:
-        _print(lines, table)
+        click.echo("\n".join(lines))
     if differs:
         sys.exit(_DIFFERS)
 
 
 def _replay(
     pair: "Pair", trace: "Trace", compiled: bool, first: int, count: int | None, show: int | None
-) -> tuple[dict[str, Any], list[str], Any, bool]:
-    """The JSON object, the lines, the table, and whether something differs."""
+) -> tuple[dict[str, Any], list[str], bool]:
+    """The JSON object, the lines, and whether something differs."""
     from posttrainllm.adapters.replay import report as format_
+    from posttrainllm.adapters.replay.facts import step_facts
     from posttrainllm.adapters.replay.replayer import Replayer
     from posttrainllm.adapters.replay.verify import verify, view_step
 
@@ -88,12 +90,14 @@ def _replay(
         counts |= {"from_step": first, "matched": outcome.matched, "tokens": outcome.tokens}
     else:
         view, divergence = view_step(replayer, trace, show)
-        lines = [] if divergence is None else format_.describe_divergence(divergence, trace, tokenizer)
-        lines.append(f"run here: {format_.describe_run(trace.header, compiled=compiled)}")
+        lines = [] if divergence is None else format_.describe_divergence(divergence, view, trace, tokenizer)
+        verdict = "as recorded" if divergence is None else "as it ran here"
+        lines.append(f"step {show} {verdict}: {format_.describe_run(trace.header, compiled=compiled)}")
         counts |= {"from_step": show, "matched": int(divergence is None), "tokens": len(view.ran.tokens)}
-    facts = None if view is None else format_.step_facts(view, trace.header, tokenizer)
-    table = None if facts is None else format_.step_table(facts, trace, tokenizer)
-    return counts | format_.as_json(divergence, facts), lines, table, divergence is not None
+    facts = None if view is None else step_facts(view, trace.header, tokenizer)
+    if facts is not None:
+        lines += ["", *format_.step_lines(facts, trace, tokenizer)]
+    return counts | format_.as_json(divergence, facts), lines, divergence is not None
 
 
 def _load(trace: "Trace", model: str | None, draft_model: str | None, anyway: bool) -> tuple["Pair", list[str]]:
@@ -108,8 +112,6 @@ def _load(trace: "Trace", model: str | None, draft_model: str | None, anyway: bo
     pair, more = load_recorded(trace.header, paths)
     if more and not anyway:
         raise _elsewhere(trace, more)
-    for phrase in differing + more:
-        click.echo(f"warning: {phrase}", err=True)
     return pair, differing + more
 
 
@@ -125,15 +127,6 @@ def _check_range(trace: "Trace", from_step: int | None, steps: int | None, show:
             raise UsageError(f"--{name}: got {value}, expected {held}")
     if steps is not None and steps < 1:
         raise UsageError(f"--steps: got {steps}, expected 1 or more")
-
-
-def _print(lines: list[str], table: Any) -> None:
-    from posttrainllm.adapters.replay.report import console
-
-    for line in lines:
-        click.echo(line)
-    if table is not None:
-        console().print(table)
 
 
 @contextmanager

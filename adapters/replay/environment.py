@@ -6,7 +6,7 @@ from posttrainllm.adapters.loading.fingerprint import fingerprint, tokenizer_fin
 from posttrainllm.adapters.loading.pair import Pair, embedded_path, load_pair
 from posttrainllm.adapters.replay.trace import Header
 from posttrainllm.adapters.runtime import Runtime
-from posttrainllm.kernel.errors import UsageError
+from posttrainllm.kernel.errors import CheckpointError, UsageError
 
 __all__ = ["differences", "load_recorded", "model_paths"]
 
@@ -26,6 +26,7 @@ def model_paths(header: Header, model: str | None, draft_model: str | None) -> d
 
     Raises:
         UsageError: a draft is given for a plain run.
+        CheckpointError: a model is not there.
     """
     if draft_model is not None and not header.drafted:
         raise UsageError(f"--draft-model: got {draft_model} for a trace of a run without a draft, expected none")
@@ -34,6 +35,9 @@ def model_paths(header: Header, model: str | None, draft_model: str | None) -> d
     for role, recorded in header.models.items():
         path = given[role] or recorded
         paths[role] = embedded_path(_EMBEDDED[role]) if path is None else Path(path)
+        if not paths[role].exists():
+            option = "MODEL" if role == "target" else "--draft-model"
+            raise CheckpointError(f"{path}: got nothing there, expected the {role} model; name it as {option}")
     return paths
 
 
@@ -49,7 +53,7 @@ def differences(header: Header, runtime: Runtime, paths: dict[str, Path]) -> lis
         A phrase for each difference; none when the bits can be expected to be equal.
 
     Raises:
-        CheckpointError: a model is not where it should be.
+        CheckpointError: a model cannot be read.
     """
     here = {
         **{name: getattr(runtime, name) for name in ("device", "device_name")},

@@ -167,7 +167,7 @@ def _header(line: _Line) -> Header:
         row=line.integer("row", 0, rows - 1),
         capacity=capacity,
         width=width,
-        chunk=shapes.integer("prefill_chunk", 1, _MOST),
+        chunk=shapes.integer("prefill_chunk", 1, 2**16),
         mode=step.one_of("mode", _MODES),
         narrow_draft=step.flag("narrow_draft"),
         diagnostics=step.flag("diagnostics"),

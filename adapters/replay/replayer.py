@@ -55,9 +55,9 @@ class Replayer:
             raise TraceError(
                 f"{trace.path}: line 1: key: got {list(header.key)}, expected {list(key)}, that of seed {header.seed}"
             )
+        self._engine = self._new_engine()  # first: it refuses shapes that no memory holds
         rows = [self._request if row == header.row else None for row in range(header.rows)]
         self._sampling = sampling_of(rows)
-        self._engine = self._new_engine()
         self._state: DecodeState | None = None
         self._place = RowPlace(length=len(header.prompt), last=header.prompt[-1])
 
@@ -188,7 +188,7 @@ class Replayer:
                 if got != expected:
                     raise TraceError(
                         f"{self._trace.path}: line {self._trace.line_of(record.step)}: {name}: got {_shown(got)}, "
-                        f"expected {_shown(expected)} from what comes before; replay from this step to see it"
+                        f"expected {_shown(expected)}, which follows from the rest; --from-step {record.step} runs it"
                     )
             bad = [index for index in record.window if index >= self._pair.vocab_size and index != place.last]
             if bad:

@@ -4,25 +4,25 @@ import math
 from typing import Any
 
 import attrs
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from posttrainllm.adapters.loading.tokenizer import Tokenizer
+from posttrainllm.adapters.replay.facts import step_facts, token_text
 from posttrainllm.adapters.replay.trace import Header, Trace
 from posttrainllm.adapters.replay.verify import Divergence, Outcome, StepView
 
 __all__ = [
     "as_json",
-    "console",
     "describe_divergence",
     "describe_run",
     "outcome_lines",
-    "step_facts",
-    "step_table",
+    "step_lines",
 ]
 
-_COLUMNS = ("position", "proposal", "p", "q", "p/q", "u", "decision", "margin", "emitted")
+_COLUMNS = ("pos", "proposal", "p", "q", "p/q", "u", "decision", "margin", "emitted")
 
 
 def describe_run(header: Header, *, compiled: bool) -> str:
@@ -59,21 +59,24 @@ def outcome_lines(outcome: Outcome, trace: Trace, tokenizer: Tokenizer, *, compi
     """
     run = describe_run(trace.header, compiled=compiled)
     last = outcome.first + outcome.matched - 1
-    steps = f"{outcome.matched} {'step' if outcome.matched == 1 else 'steps'}"
-    which = f" ({outcome.first} to {last}, {outcome.tokens} ids)" if outcome.matched else ""
+    steps = f"step {last}" if outcome.matched == 1 else f"steps {outcome.first} to {last}"
     if outcome.divergence is None:
-        return [f"{steps} of {len(trace.steps)} replayed{which}, every one as recorded: {run}"]
+        if not outcome.matched:
+            return [f"the trace has no step: {run}"]
+        return [f"{steps} of {len(trace.steps)} as recorded, {outcome.tokens} ids: {run}"]
+    assert outcome.view is not None, "a step that differs is explained"
     return [
-        *describe_divergence(outcome.divergence, trace, tokenizer),
-        f"{steps} before it as recorded{which}: {run}" if outcome.matched else f"no step before it was run: {run}",
+        *describe_divergence(outcome.divergence, outcome.view, trace, tokenizer),
+        f"{steps} as recorded, {outcome.tokens} ids: {run}" if outcome.matched else f"the first one run: {run}",
     ]
 
 
-def describe_divergence(divergence: Divergence, trace: Trace, tokenizer: Tokenizer) -> list[str]:
+def describe_divergence(divergence: Divergence, view: StepView, trace: Trace, tokenizer: Tokenizer) -> list[str]:
     """Which step differs, where, and how.
 
     Args:
         divergence: of `compare`.
+        view: the step as it ran here.
         trace: what was replayed.
         tokenizer: of the target.
 
@@ -84,85 +87,19 @@ def describe_divergence(divergence: Divergence, trace: Trace, tokenizer: Tokeniz
 
     def shown(value: Any) -> str:
         is_id = divergence.index is not None and divergence.field in ("window", "proposals", "emitted")
-        return _token(tokenizer, value) if is_id else str(value)
+        return token_text(tokenizer, value) if is_id else str(value)
 
     where = f"position {divergence.position} ({trace.path}, line {divergence.line})"
     return [
         f"step {divergence.step} differs: {name}, {where}",
         f"  expected {shown(divergence.expected)}",
         f"  got      {shown(divergence.got)}",
+        *[f"  here     {line}" for line in _entry_lines(_entry(divergence, step_facts(view, trace.header, tokenizer)))],
     ]
 
 
-def step_facts(view: StepView, header: Header, tokenizer: Tokenizer) -> dict[str, Any]:
-    """One step as it ran here: what was proposed, why each proposal stood or fell, what was emitted.
-
-    Args:
-        view: of `view_step`.
-        header: of the trace.
-        tokenizer: of the target.
-
-    Returns:
-        The facts for JSON, and for the table. A position has the keys of a proposal where there is one.
-    """
-    ran, explanation = view.ran, view.explanation
-    positions = []
-    for index in range(len(explanation["choice"])):
-        entry: dict[str, Any] = {"position": ran.length + index}
-        if index < header.proposals:
-            entry |= _proposal(view, index, tokenizer)
-        best = explanation["best"][index]
-        entry["margin"] = explanation["margin"][index]
-        entry["best"] = [{"id": number, "text": _text(tokenizer, number)} for number in best]
-        entry["target_draw"] = explanation["choice"][index]
-        entry["decision"] = _decision(view, index, header, tokenizer)
-        entry["emitted"] = ran.tokens[index] if index < len(ran.tokens) else None
-        positions.append(entry)
-    return {
-        "step": view.record.step,
-        **{name: getattr(ran, name) for name in ("length", "window", "proposed", "accepted", "finite", "key", "mode")},
-        "emitted": [{"id": number, "text": _text(tokenizer, number)} for number in ran.tokens],
-        "positions": positions,
-    }
-
-
-def _proposal(view: StepView, index: int, tokenizer: Tokenizer) -> dict[str, Any]:
-    explanation, number = view.explanation, view.ran.window[index + 1]
-    p, q = explanation["target_probs"][index], explanation["draft_probs"][index]
-    return {
-        "proposal": number,
-        "text": _text(tokenizer, number),
-        "p": p,
-        "q": q,
-        "ratio": p / q if q > 0 else None,
-        "uniform": explanation["uniforms"][index] if explanation["by_ratio"] else None,
-    }
-
-
-def _decision(view: StepView, index: int, header: Header, tokenizer: Tokenizer) -> str:
-    """Why a position came out as it did."""
-    ran, explanation = view.ran, view.explanation
-    verdicts = explanation["accepts"][: explanation["proposed"]]
-    stood = verdicts.index(False) if False in verdicts else len(verdicts)
-    if not ran.finite:
-        return "logits not finite: nothing emitted"
-    if ran.length + index >= header.limit:
-        return "behind the limit"
-    if index > stood:
-        return "not proposed" if len(verdicts) <= index < header.proposals else "not reached"
-    draw = _token(tokenizer, explanation["choice"][index])
-    by_ratio = explanation["by_ratio"] and index < len(verdicts)
-    if index < stood:
-        return "accepted: u < p/q" if by_ratio else "accepted: the target's own"
-    if by_ratio:
-        return f"refused: u >= p/q; {_token(tokenizer, explanation['residual'][index])} from max(p-q, 0)"
-    if index < len(verdicts):
-        return f"refused: the target's is {draw}"
-    return f"the target's own: {draw}"
-
-
-def step_table(facts: dict[str, Any], trace: Trace, tokenizer: Tokenizer) -> Table:
-    """One step as a table with a row a position.
+def step_lines(facts: dict[str, Any], trace: Trace, tokenizer: Tokenizer) -> list[str]:
+    """One step as a table with a row a position, and what its columns leave out.
 
     Args:
         facts: of `step_facts`.
@@ -170,31 +107,40 @@ def step_table(facts: dict[str, Any], trace: Trace, tokenizer: Tokenizer) -> Tab
         tokenizer: of the target.
 
     Returns:
-        The table, for a console of 100 columns or more.
+        Lines of some 80 columns, or as narrow as the terminal is.
     """
     header = trace.header
-    last = _token(tokenizer, facts["window"][0])
-    title = f"step {facts['step']}: {facts['length']} ids before it, the last one {last}"
-    counts = f"proposed {facts['proposed']}, accepted {facts['accepted']}, emitted {len(facts['emitted'])}"
-    caption = f"{counts} | key {facts['key'][0]:08x} {facts['key'][1]:08x} | margin: best target logit minus second"
-    if header.drafted and header.temperature == 0:
-        caption += " | p, q: softmax at temperature 1, for information"
-    table = Table(title=Text(title), caption=Text(caption), title_justify="left", caption_justify="left")
     left = ("proposal", "decision", "emitted")
-    for name in _COLUMNS if header.drafted else ("position", "decision", "margin", "emitted"):
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    for name in _COLUMNS if header.drafted else ("pos", "decision", "margin", "emitted"):
         table.add_column(name, justify="left" if name in left else "right", overflow="fold")
     for entry in facts["positions"]:
         cells = {
-            "position": str(entry["position"]),
-            "proposal": _token(tokenizer, entry["proposal"]) if "proposal" in entry else "",
+            "pos": str(entry["position"]),
+            "proposal": token_text(tokenizer, entry["proposal"]) if "proposal" in entry else "",
             **{name: _number(entry.get(name)) for name in ("p", "q", "margin")},
             "p/q": _number(entry.get("ratio")),
             "u": _number(entry.get("uniform")),
-            "decision": entry["decision"],
-            "emitted": "" if entry["emitted"] is None else _token(tokenizer, entry["emitted"]),
+            "decision": entry["decision"].split(":")[0],
+            "emitted": "" if entry["emitted"] is None else token_text(tokenizer, entry["emitted"]),
         }
         table.add_row(*(Text(cells[str(column.header)]) for column in table.columns))
-    return table
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=140)
+    with console.capture() as captured:
+        console.print(table)
+    last = token_text(tokenizer, facts["window"][0])
+    decided = [entry for entry in facts["positions"] if entry["decision"].startswith("refused")]
+    return [
+        f"step {facts['step']}: {facts['length']} ids before it, the last one {last}",
+        *(line.rstrip() for line in captured.get().splitlines()),
+        f"proposed {facts['proposed']}, accepted {facts['accepted']}, emitted {len(facts['emitted'])}, "
+        f"key {facts['key'][0]:08x} {facts['key'][1]:08x}",
+        *(f"{entry['position']} {entry['decision']}" for entry in decided),
+        "margin: the target's largest logit minus its second"
+        + ("; p, q: at temperature 1, they decide nothing" if header.drafted and header.temperature == 0 else ""),
+    ]
 
 
 def as_json(divergence: Divergence | None, facts: dict[str, Any] | None) -> dict[str, Any]:
@@ -202,21 +148,30 @@ def as_json(divergence: Divergence | None, facts: dict[str, Any] | None) -> dict
 
     Args:
         divergence: of a step, None where it is as recorded.
-        facts: of `step_facts`.
+        facts: of `step_facts`; there when there is a divergence.
 
     Returns:
-        `divergence` and `step`.
+        `divergence`, with what the step saw `here` at its position, and `step`.
     """
-    cleaned: dict[str, Any] = _finite(
-        {"divergence": None if divergence is None else attrs.asdict(divergence), "step": facts}
-    )
+    found = None
+    if divergence is not None and facts is not None:
+        found = attrs.asdict(divergence) | {"here": _entry(divergence, facts)}
+    cleaned: dict[str, Any] = _finite({"divergence": found, "step": facts})
     return cleaned
 
 
-def console() -> Console:
-    """Standard output; as wide as the table wants where it is no terminal."""
-    wide = Console(highlight=False, soft_wrap=False)
-    return wide if wide.is_terminal else Console(highlight=False, width=140)
+def _entry(divergence: Divergence, facts: dict[str, Any]) -> dict[str, Any] | None:
+    """What the step saw at the position where it differs; None in front of its first and behind its last."""
+    return next((entry for entry in facts["positions"] if entry["position"] == divergence.position), None)
+
+
+def _entry_lines(entry: dict[str, Any] | None) -> list[str]:
+    if entry is None:
+        return []
+    values = [("p", "p"), ("q", "q"), ("u", "uniform"), ("margin", "margin")]
+    numbers = [f"{name} {_number(entry[key])}" for name, key in values if entry.get(key) is not None]
+    first, second = (f"{best['id']} {best['text']!r}" for best in entry["best"])
+    return [entry["decision"], f"{', '.join(numbers)} ({first} over {second})"]
 
 
 def _finite(value: Any) -> Any:
@@ -230,13 +185,4 @@ def _finite(value: Any) -> Any:
 def _number(value: float | None) -> str:
     if value is None:
         return ""
-    return f"{value:.4f}" if 1e-3 <= abs(value) < 1e4 or value == 0 else f"{value:.2e}"
-
-
-def _text(tokenizer: Tokenizer, number: int) -> str:
-    """A token's text; the vocabulary's own piece where it has none, as a special one."""
-    return tokenizer.decode([number]) or tokenizer.vocabulary.get(number, "")
-
-
-def _token(tokenizer: Tokenizer, number: int) -> str:
-    return f"{number} {_text(tokenizer, number)!r}"
+    return f"{value:.4f}" if 1e-3 <= abs(value) < 10 or value == 0 else f"{value:.4g}"

@@ -13,8 +13,8 @@ or any row of an engine that is stepped elsewhere, however many rows it has:
             writer.step(engine.step()[row])
         writer.end("length")
 
-`posttrainllm replay FILE` needs the directories that the models came from; `fingerprints` spares hashing them again for
-every trace.
+`posttrainllm replay FILE` needs the directories that the models came from; passing `describe.fingerprints_of(pair)` as
+`fingerprints` spares hashing them again for every trace.
 """
 
 import json
@@ -23,19 +23,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from posttrainllm.adapters.loading.fingerprint import fingerprint, tokenizer_fingerprint
-from posttrainllm.adapters.loading.pair import Pair, embedded_path
-from posttrainllm.adapters.replay.trace import Header, StepRecord
+from posttrainllm.adapters.loading.pair import Pair
+from posttrainllm.adapters.replay.describe import header_of, step_record
+from posttrainllm.adapters.replay.trace import Header
 from posttrainllm.kernel.errors import NonFiniteError, TraceError
 
 if TYPE_CHECKING:  # they import MLX, and the BLAS must come first
     from posttrainllm.adapters.engine import Engine
-    from posttrainllm.adapters.loading.module import Model
     from posttrainllm.adapters.rows import RowRequest, RowStep
 
-__all__ = ["TraceWriter", "fingerprints_of", "header_of", "record", "step_record"]
+__all__ = ["TraceWriter", "record"]
 
 
 class TraceWriter:
@@ -164,98 +161,3 @@ def record(
             left -= len(steps[-1].tokens)
         writer.end("length")
     return steps
-
-
-def fingerprints_of(pair: Pair) -> dict[str, str]:
-    """Hash what a pair was loaded from.
-
-    Args:
-        pair: loaded from directories that are still there.
-
-    Returns:
-        Fingerprints of "target", "tokenizer" and, where there is one, "draft".
-
-    Raises:
-        CheckpointError: a directory is gone or cannot be read.
-    """
-    return {
-        **{role: fingerprint(model.name) for role, model in _models(pair).items()},
-        "tokenizer": tokenizer_fingerprint(pair.tokenizer.path),
-    }
-
-
-def header_of(
-    engine: "Engine", row: int, request: "RowRequest", *, fingerprints: Mapping[str, str] | None = None
-) -> Header:
-    """Describe a run.
-
-    Args:
-        engine: what steps the row.
-        row: which of its rows.
-        request: what is decoded there.
-        fingerprints: of `fingerprints_of`; None hashes the models' files now.
-
-    Returns:
-        The header of its trace.
-    """
-    from posttrainllm.kernel.noise import root_key
-
-    pair, runtime = engine.pair, engine.pair.runtime
-    config = engine.config_for(request.mode)
-    return Header(
-        **{name: getattr(runtime, name) for name in ("versions", "device", "device_name", "blas", "compiled")},
-        dtype={role: model.dtype for role, model in _models(pair).items()},
-        models={role: _as_given(model.name) for role, model in _models(pair).items()},
-        fingerprints=dict(fingerprints or fingerprints_of(pair)),
-        vocab_size=pair.vocab_size,
-        rows=engine.rows,
-        row=row,
-        capacity=engine.capacity,
-        width=engine.width,
-        chunk=engine.chunk,
-        mode=config.mode,
-        narrow_draft=config.narrow_draft,
-        diagnostics=config.diagnostics,
-        accept_rule="coupled" if request.coupled else "leviathan",
-        **{name: getattr(request, name) for name in ("temperature", "top_p", "top_k", "min_p", "draft_k", "seed")},
-        key=tuple(np.array(root_key(request.seed)).tolist()),
-        prompt=tuple(int(index) for index in request.prompt),
-        limit=request.limit,
-    )
-
-
-def step_record(index: int, step: "RowStep", header: Header) -> StepRecord:
-    """One step as a trace has it.
-
-    Args:
-        index: of the step, from 0.
-        step: of the engine.
-        header: of the run.
-
-    Returns:
-        The record.
-    """
-    return StepRecord(
-        step=index,
-        length=step.length,
-        window=step.window,
-        proposals=step.window[1:] if header.drafted else (),
-        proposed=step.proposed,
-        accepted=step.accepted,
-        emitted=step.tokens,
-        key=step.key,
-        margins=step.margins if header.diagnostics else None,
-        finite=step.finite,
-        mode=step.mode,
-        narrow_draft=step.narrow_draft,
-    )
-
-
-def _models(pair: Pair) -> dict[str, "Model"]:
-    return {"target": pair.target} if pair.draft is None else {"target": pair.target, "draft": pair.draft}
-
-
-def _as_given(name: str) -> str | None:
-    """A model's path; None for an embedded one, which lies elsewhere in every installation."""
-    path = Path(name)
-    return None if path == embedded_path(path.name) else name

@@ -5,6 +5,7 @@ from typing import Any, Literal, TypeAlias
 import attrs
 
 __all__ = [
+    "FALSE_ALARM",
     "MARGIN_FACTOR",
     "SEVERITY",
     "Divergence",
@@ -22,6 +23,8 @@ SEVERITY: tuple[Verdict, ...] = ("identical", "width-identical", "broken")
 MARGIN_FACTOR = 4
 """A difference from width 1 is a near-tie when its margin is at most this many times the widths' logit difference. Two
 logits that each move by d can swap from a margin of 2 d; the other factor of 2 is for positions that no probe saw."""
+FALSE_ALARM = 1e-6
+"""Probability that a right `leviathan` rule is called broken, over the choice of seeds; kl.py derives it."""
 
 
 @attrs.frozen(kw_only=True)

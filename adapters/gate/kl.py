@@ -26,19 +26,18 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from posttrainllm.adapters.gate.findings import Law
+from posttrainllm.adapters.gate.findings import FALSE_ALARM, Law
 from posttrainllm.adapters.gate.paths import Shape
 from posttrainllm.adapters.gate.scoring import Ids, Scorer
 from posttrainllm.adapters.loading.pair import Pair
 from posttrainllm.adapters.rows import RowRequest, RowStep, sampling_of
 from posttrainllm.kernel.sampling import warp
 
-__all__ = ["CELLS", "FALSE_ALARM", "ORDERS", "chi_square_quantile", "compare", "positions_in_law"]
+__all__ = ["CELLS", "ORDERS", "chi_square_quantile", "compare", "positions_in_law"]
 
 Positions: TypeAlias = npt.NDArray[np.float64]
 CELLS = 9
 ORDERS = ("p / q", "q")
-FALSE_ALARM = 1e-6
 _LEAST_A_CELL = 10  # below so many expected draws a cell the statistic is not chi-square yet
 
 

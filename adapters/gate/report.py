@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from posttrainllm.adapters.gate.findings import Divergence, GateResult, Law, PathResult
-from posttrainllm.adapters.gate.kl import FALSE_ALARM
+from posttrainllm.adapters.gate.findings import FALSE_ALARM, Divergence, GateResult, Law, PathResult
 
 __all__ = ["bug_report", "summary", "table_row"]
 

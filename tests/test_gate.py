@@ -1,10 +1,12 @@
 """The gate's parts: prompts, verdicts, the law's statistic, the cache, the command, and what `sample` makes of it."""
 
 import json
+import subprocess
 import sys
 import unicodedata
 
 import attrs
+import mlx.core as mx
 import numpy as np
 import pytest
 from click.testing import CliRunner
@@ -19,7 +21,8 @@ from posttrainllm.adapters.gate.plan import plan
 from posttrainllm.adapters.gate.prompts import Prompt, prompts_hash, read_prompts
 from posttrainllm.adapters.gate.report import bug_report, summary, table_row
 from posttrainllm.adapters.gate.verdict import first_difference, judge, worst
-from posttrainllm.kernel import accept
+from posttrainllm.evals import specdec_numerics
+from posttrainllm.kernel import accept, pure_step
 from posttrainllm.kernel.errors import CapacityError, UsageError
 
 FEW = ("--prompts", "4", "--max-tokens", "8", "--draft-k", "2")
@@ -176,6 +179,8 @@ def findings(*, gap: float = 0.01, **changes) -> Findings:
         coupled_prompts=5,
         coupled_differences=(),
         laws=(Law(order="q", place=None, draws=100, kl=0.1, epsilon=0.2),),
+        drawn=16,
+        drawn_short=0,
         probes=(probe,),
         accepted=3,
         proposed=4,
@@ -218,6 +223,12 @@ def test_a_refuted_law_is_broken_and_its_place_is_named():
     assert verdict == "broken"
     for words in ("leviathan", "id 3 of a step", "0.5000", "500 draws", "0.1000"):
         assert words in reason
+
+
+def test_draws_that_end_early_are_broken():
+    verdict, reason = judge("a path", findings(drawn_short=2))
+    assert verdict == "broken"
+    assert "2 of 16 requests ended before their limit" in reason
 
 
 def test_the_worst_verdict_is_the_runs():
@@ -484,6 +495,55 @@ def test_a_broken_verdict_exits_with_3_and_leaves_a_trace_that_replays(pair_opti
     trace = last.rpartition("posttrainllm replay ")[2].rstrip(")")
     replayed = invoke("replay", trace)
     assert replayed.exit_code == 0, replayed.output  # the fault is still in the kernel: its bits repeat
+
+
+def test_a_step_that_stops_emitting_is_broken_and_its_trace_ends(pair_options, monkeypatch):
+    commit = pure_step.commit
+
+    def stops(config, state, *values):
+        return commit(config, attrs.evolve(state, limit=mx.where(state.length > 12, 0, state.limit)), *values)
+
+    monkeypatch.setattr(pure_step, "commit", stops)
+    result = gate(*pair_options, *FEW)
+    assert result.exit_code == 3
+    assert "posttrainllm replay " in result.stdout
+
+
+@pytest.mark.parametrize(
+    "module", ["adapters.gate.command", "adapters.gate.report", "adapters.gate.verdict", "evals.specdec_numerics"]
+)
+def test_importing_the_command_and_the_script_leaves_mlx_for_the_blas_to_come_first(module):
+    code = f"import sys, posttrainllm.{module}\nassert not {{'mlx', 'mlx.core', 'mlx_lm', 'numpy'}} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_help_imports_no_mlx():
+    code = (
+        "import sys\nfrom posttrainllm.adapters.cli import cli\n"
+        "try:\n    cli.main(['gate', '--help'])\nexcept SystemExit as stop:\n    assert stop.code == 0\n"
+        "assert not {'mlx', 'mlx_lm', 'transformers', 'numpy'} & {name.split('.')[0] for name in sys.modules}\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "--strict" in done.stdout
+
+
+def test_the_script_prints_the_gates_summary_a_row_a_path_and_json(pair_options):
+    options = [str(option) for option in (*pair_options, *FEW)]
+    result = CliRunner().invoke(specdec_numerics.command, [*options, "--dtype", "float32", "--dtype", "bfloat16"])
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    rows = [line for line in lines if line.startswith("| ")]
+    assert len(rows) == 2
+    for dtype, row in zip(("float32", "bfloat16"), rows, strict=True):
+        assert f"--draft-k 2 --prompts 4 --max-tokens 8 --dtype {dtype}`" in row
+        assert f"{dtype} | **" in row
+    assert [value["key"]["dtype"]["target"] for value in json.loads(lines[-1])] == ["float32", "bfloat16"]
+
+
+def test_the_script_exits_with_3_on_a_broken_verdict(monkeypatch):
+    monkeypatch.setattr(specdec_numerics, "checked", lambda **_: (result_of("broken"), KEY, False))
+    assert CliRunner().invoke(specdec_numerics.command, []).exit_code == 3
 
 
 def sample_json(pair_options, *arguments):

@@ -93,6 +93,10 @@ class Findings:
     """T>0, `coupled`, against the reference with the same seeds."""
     laws: tuple[Law, ...]
     """T>0, `leviathan`."""
+    drawn: int
+    """Requests for the law."""
+    drawn_short: int
+    """How many of them ended before their limit."""
     probes: tuple[Probe, ...]
     accepted: int
     """At T=0."""

@@ -65,9 +65,10 @@ def compare(places: Ids, positions: Mapping[str, Positions], width: int) -> tupl
 
 def _law(order: str, place: int | None, positions: Positions, level: float) -> Law:
     cells = np.minimum((positions * CELLS).astype(int), CELLS - 1)
-    shares = np.bincount(cells, minlength=CELLS) / len(cells)
+    count = max(len(cells), 1)  # a broken path may draw nothing: that is told by the requests that ended early
+    shares = np.bincount(cells, minlength=CELLS) / count
     divergence = float(sum(share * math.log(share * CELLS) for share in shares if share > 0))
-    epsilon = chi_square_quantile(level) / (2 * len(cells))
+    epsilon = chi_square_quantile(level) / (2 * count)
     return Law(order=order, place=place, draws=len(cells), kl=max(divergence, 0.0), epsilon=epsilon)
 
 

@@ -110,6 +110,11 @@ def _run_path(pair: Pair, planned: Plan, path: GatedPath, progress: Progress, tr
         coupled_prompts=len(planned.coupled),
         coupled_differences=_compare(pair, planned, planned.coupled, runs.reference_coupled, runs.coupled, None),
         laws=kl.compare(places, positions, shape.width),
+        drawn=len(planned.drawn),
+        drawn_short=sum(
+            len(_ids(steps)) < request.limit - len(request.prompt)
+            for request, steps in zip(planned.drawn, runs.drawn, strict=True)
+        ),
         probes=probe(pair, histories(texts, shape, pair.target.context), shape),
         accepted=sum(step.accepted for steps in runs.greedy for step in steps),
         proposed=sum(step.proposed for steps in runs.greedy for step in steps),
@@ -118,7 +123,7 @@ def _run_path(pair: Pair, planned: Plan, path: GatedPath, progress: Progress, tr
     verdict, reason = judge(path.title, findings)
     trace = None
     if verdict == "broken" and trace_file is not None:
-        trace = write_trace(pair, shape, _culprit(planned, findings), trace_file)
+        trace = write_trace(path.candidate(pair, shape), _culprit(planned, findings), trace_file)
     return PathResult(path=path.name, title=path.title, verdict=verdict, reason=reason, trace=trace, findings=findings)
 
 
@@ -164,7 +169,7 @@ def _culprit(planned: Plan, findings: Findings) -> RowRequest:
     ):
         if differences:
             return requests[names.index(differences[0].prompt)]
-    if not all(law.holds for law in findings.laws):
+    if findings.drawn_short or not all(law.holds for law in findings.laws):
         return planned.drawn[0]
     return planned.requests[names.index(beyond_limit(findings)[0].prompt)]
 

@@ -2,21 +2,19 @@
 
 from pathlib import Path
 
-from posttrainllm.adapters.gate.paths import Shape
-from posttrainllm.adapters.loading.pair import Pair
-from posttrainllm.adapters.replay.writer import record
+from posttrainllm.adapters.engine import Engine
+from posttrainllm.adapters.replay.writer import TraceWriter
 from posttrainllm.adapters.rows import RowRequest
 from posttrainllm.kernel.errors import PosttrainllmError
 
 __all__ = ["write_trace"]
 
 
-def write_trace(pair: Pair, shape: Shape, request: RowRequest, file: Path) -> str | None:
-    """Decode one request again in the shapes of the run, alone in its batch, and record it.
+def write_trace(engine: Engine, request: RowRequest, file: Path) -> str | None:
+    """Decode one request again, alone in its batch, and record it.
 
     Args:
-        pair: with its draft.
-        shape: of the run.
+        engine: of the path that broke, with every row idle.
         request: what broke.
         file: where the trace goes; its folder is made.
 
@@ -25,7 +23,17 @@ def write_trace(pair: Pair, shape: Shape, request: RowRequest, file: Path) -> st
     """
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        record(file, pair, request, width=shape.width, capacity=shape.capacity, rows=shape.rows, diagnostics=True)
+        engine.insert(0, request)
+        left = request.limit - len(request.prompt)
+        with TraceWriter(file) as writer:
+            writer.begin(engine, 0, request)
+            while left > 0:
+                step = engine.step()[0]
+                writer.step(step)
+                left -= len(step.tokens)
+                if not step.tokens:  # the fault may be that nothing is emitted any more
+                    return str(file)
+            writer.end("length")
     except (OSError, PosttrainllmError):
         return None
     return str(file)

@@ -32,6 +32,11 @@ def judge(title: str, findings: Findings) -> tuple[Verdict, str]:
     ):
         if differences:
             return "broken", f"{title}, {what}, against the reference: {_place(differences[0])}"
+    if findings.drawn_short:
+        return "broken", (
+            f"{title}, T>0 with the leviathan rule: {findings.drawn_short} of {findings.drawn} requests ended before "
+            "their limit"
+        )
     refuted = [law for law in findings.laws if not law.holds]
     if refuted:
         law = max(refuted, key=lambda law: law.kl / law.epsilon)

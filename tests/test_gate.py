@@ -412,7 +412,7 @@ def test_a_result_survives_json():
         trace="f",
         findings=findings(usual_differences=(difference(),)),
     )
-    result = GateResult(verdict="broken", seconds=1.5, paths=(path,))
+    result = GateResult(verdict="broken", model="a", draft_model="b", seconds=1.5, paths=(path,))
     assert GateResult.from_dict(json.loads(json.dumps(result.to_dict()))) == result
     with pytest.raises(ValueError, match="not in tuple"):
         GateResult.from_dict({**result.to_dict(), "verdict": "fine"})
@@ -422,7 +422,7 @@ def result_of(verdict: str, **changes) -> GateResult:
     path = PathResult(
         path="speculative", title="a path", verdict=verdict, reason="why", trace=None, findings=findings(**changes)
     )
-    return GateResult(verdict=verdict, seconds=2.0, paths=(path,))
+    return GateResult(verdict=verdict, model="a target", draft_model="a draft", seconds=2.0, paths=(path,))
 
 
 KEY = {

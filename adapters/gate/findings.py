@@ -133,6 +133,9 @@ class GateResult:
 
     verdict: Verdict
     """The worst of the paths'."""
+    model: str
+    """Name of the target's directory, for people: the key has its hash."""
+    draft_model: str
     seconds: float
     paths: tuple[PathResult, ...]
 
@@ -155,6 +158,8 @@ class GateResult:
         """
         return cls(
             verdict=_known(value["verdict"]),
+            model=str(value["model"]),
+            draft_model=str(value["draft_model"]),
             seconds=float(value["seconds"]),
             paths=tuple(
                 PathResult(**{**path, "verdict": _known(path["verdict"]), "findings": _findings(path["findings"])})

@@ -54,7 +54,7 @@ def read_prompts(file: str | Path | None, count: int | None) -> list[Prompt]:
     if not prompts:
         raise UsageError(f"--prompts-file: {name}: got no prompt, expected a JSON object a line with a `text`")
     if count is not None and not 1 <= count <= len(prompts):
-        raise UsageError(f"--prompts: got {count}, expected 1 to {len(prompts)}, as many as {name} has")
+        raise UsageError(f"--prompts: got {count}, expected 1 to {len(prompts)}, all of {name}")
     _check_ids(prompts, name)
     return prompts[:count]
 

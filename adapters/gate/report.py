@@ -20,7 +20,7 @@ def summary(result: GateResult, key: dict[str, Any], *, cached: bool) -> list[st
     Returns:
         Lines; the last one is the verdict, with the count of prompts equal to width 1 beside it.
     """
-    lines: list[str] = []
+    lines = [f"{result.model} + {result.draft_model}"]
     for path in result.paths:
         lines += _path_lines(path, key, most=_SHOWN)
     time = "from the cache, --fresh runs it again" if cached else f"{result.seconds:.0f} s"
@@ -38,7 +38,7 @@ def bug_report(result: GateResult, key: dict[str, Any]) -> list[str]:
     Returns:
         Lines.
     """
-    lines = ["```", "posttrainllm gate"]
+    lines = ["```", f"posttrainllm gate: {result.model} + {result.draft_model}"]
     for path in result.paths:
         lines += [*_path_lines(path, key, most=None), _verdict_line(path)]
     lines += [f"{name}: {value}" for name, value in key.items()]
@@ -90,7 +90,7 @@ def _path_lines(path: PathResult, key: dict[str, Any], *, most: int | None) -> l
     places = [law for law in found.laws if law.place is not None]
     if places:
         nearest = max(places, key=lambda law: law.kl / law.epsilon)
-        lines.append(f"{'':18}nearest to its bound by place in a step: {_law_line(nearest)}")
+        lines.append(f"{'':18}nearest its bound by place: {_law_line(nearest)}")
     lines.append(f"{'':18}false alarm {FALSE_ALARM:.0e} over all {len(found.laws)} tests")
     lines.append("  logits change by at most")
     for probe in found.probes:
@@ -109,7 +109,9 @@ def _path_lines(path: PathResult, key: dict[str, Any], *, most: int | None) -> l
 
 
 def _verdict_line(path: PathResult) -> str:
-    line = f"{path.verdict}: {path.equal_width_1} of {path.findings.prompts} prompts equal to width 1; {path.reason}"
+    line = f"{path.verdict}: {path.equal_width_1} of {path.findings.prompts} prompts equal to width 1"
+    if path.verdict != "identical":
+        line += f"; {path.reason}"
     return line if path.trace is None else f"{line} (posttrainllm replay {path.trace})"
 
 

@@ -50,10 +50,13 @@ def run_gate(
         MemoryLimitError: the caches cannot fit.
         NonFiniteError: the target's logits were not finite.
     """
+    assert pair.draft is not None, "plan() refuses a pair without a draft"
     started = time.perf_counter()
     results = tuple(_run_path(pair, planned, path, progress, trace_file) for path in paths)
     return GateResult(
         verdict=worst([result.verdict for result in results]),
+        model=pair.target.label,
+        draft_model=pair.draft.label,
         seconds=time.perf_counter() - started,
         paths=results,
     )

@@ -285,8 +285,9 @@ def test_without_a_backend_one_line_names_both_extras():
 
 def shell(line: str, **environment: str) -> subprocess.CompletedProcess:
     line = line.replace("SAMPLE", f"{sys.executable} -m posttrainllm sample --prompt def --max-tokens 6")
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}  # as users run it
     return subprocess.run(
-        ["bash", "-c", line], capture_output=True, text=True, timeout=120, env={**os.environ, **environment}
+        ["bash", "-c", line], capture_output=True, text=True, timeout=120, env={**buffered, **environment}
     )
 
 

@@ -12,6 +12,7 @@ from posttrainllm.adapters.loading.checkpoint import Checkpoint
 from posttrainllm.kernel.cache import CacheView
 from posttrainllm.kernel.errors import CheckpointError, UnsupportedModelError
 from posttrainllm.kernel.forward import Forward
+from posttrainllm.kernel.pure_step import compile_prefill
 from posttrainllm.kernel.state import KVCache
 
 __all__ = ["Model", "load_module", "model_from_module", "module_forward"]
@@ -144,7 +145,7 @@ def _window(name: str, index: int, cache: Any) -> int | None:
         return int(cache.max_size)  # the whole history is kept here, so that a mask can do what rotating does
     kept = f"{type(cache).__name__} with keep={cache.keep}" if type(cache) is RotatingKVCache else type(cache).__name__
     raise UnsupportedModelError(
-        f"{name}: layer {index} keeps a {kept}, expected keys and values by position: "
+        f"{name}: layer {index} has the cache {kept}, expected keys and values by position: "
         "what it holds cannot be rewound when a proposal is refused"
     )
 
@@ -160,7 +161,7 @@ def _check_traceable(model: Model) -> None:
     """Trace the forward once: one that reads the value of a position cannot be a pure function of arrays."""
     kv = model.make_kv(1, 8)
     try:
-        mx.compile(model.forward)(mx.zeros((1, 2), dtype=mx.int32), kv, mx.zeros((1,), dtype=mx.int32))
+        compile_prefill(model.forward)(mx.zeros((1, 2), dtype=mx.int32), kv, mx.zeros((1,), dtype=mx.int32))
     except (ValueError, TypeError, RuntimeError) as error:
         text = " ".join(str(error).split())[:200]
         raise UnsupportedModelError(f"{model.name}: its forward cannot be compiled: {text}") from None

@@ -14,6 +14,7 @@ from posttrainllm.kernel.errors import PosttrainllmError, UsageError
 __all__ = ["cli", "main"]
 
 _COMMANDS = {
+    "chat": ("posttrainllm.adapters.chat.command:chat", "Talk with a model on the terminal."),
     "sample": ("posttrainllm.adapters.sample.command:sample", "Decode one prompt, with a draft or without."),
 }
 

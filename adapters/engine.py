@@ -6,14 +6,13 @@ so rows of different engines never share a step. MLX checks no index: every id, 
 
 import time
 from collections import deque
-from collections.abc import Sequence
 
 import attrs
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from posttrainllm.adapters.loading.memory import check_kv
+from posttrainllm.adapters.loading.memory import Forecast
 from posttrainllm.adapters.loading.pair import Pair
 from posttrainllm.adapters.rows import RowRequest, RowStep, sampling_of, smallest_mode
 from posttrainllm.kernel.cache import insert_request, insert_row
@@ -80,7 +79,13 @@ class Engine:
         self._chunk = prefill_chunk(pair.runtime.device)
         self._depth = 0
         self._models = [pair.target] if pair.draft is None else [pair.target, pair.draft]
-        check_kv(sum(_kv_bytes(model.kv_shapes, model.kv_dtype.size, rows, capacity) for model in self._models))
+        self.forecast = Forecast(
+            weights=tuple(model.weight_bytes for model in self._models),
+            kv=tuple(model.kv_bytes(capacity) for model in self._models),
+            rows=rows,
+            capacity=capacity,
+        )
+        self.forecast.check()
         self._requests: list[RowRequest | None] = [None] * rows
         self._epochs = [0] * rows
         self._in_flight: deque[tuple[tuple[int, ...], StepOutput]] = deque()
@@ -240,7 +245,3 @@ class Engine:
                 f"limit: got {request.limit} for a prompt of {len(request.prompt)} tokens, "
                 f"expected {len(request.prompt) + 1} to {most}"
             )
-
-
-def _kv_bytes(shapes: Sequence[tuple[int, int, int]], element: int, rows: int, capacity: int) -> int:
-    return sum(rows * heads * capacity * (key + value) * element for heads, key, value in shapes)

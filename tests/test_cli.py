@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -46,6 +47,14 @@ def test_quiet_prints_the_text_alone():
     result = sample("--prompt", PROMPT, "--max-tokens", "16", "--quiet")
     assert result.stderr == ""
     assert result.stdout.strip()
+
+
+def test_verbose_adds_a_forecast_of_the_memory():
+    result = sample("--prompt", PROMPT, "--max-tokens", "4", "--verbose")
+    line = next(line for line in result.stderr.splitlines() if line.startswith("memory: weights"))
+    assert re.search(r"\(target 0\.0(63|31), draft 0\.0(11|05|06)\)", line)  # 15.7M and 2.75M parameters
+    assert "B=1, C=256" in line
+    assert "free beside the weights" in line
 
 
 def test_json_holds_the_whole_contract():

@@ -7,6 +7,7 @@ from typing import Any
 import attrs
 import mlx.core as mx
 from mlx.nn.layers.base import Module
+from mlx.utils import tree_reduce
 
 from posttrainllm.adapters.loading.checkpoint import Checkpoint
 from posttrainllm.kernel.cache import CacheView
@@ -31,11 +32,17 @@ class Model:
     kv_shapes: tuple[tuple[int, int, int], ...] = attrs.field(repr=False)
     """(H, size of a key, size of a value) for every layer."""
     kv_dtype: mx.Dtype
+    weight_bytes: int = 0
+    """Of all parameters as loaded."""
 
     @property
     def label(self) -> str:
         """Last component of the name, for people."""
         return Path(self.name).name
+
+    def kv_bytes(self, capacity: int) -> int:
+        """Bytes of one row's cache of `capacity` slots."""
+        return sum(heads * capacity * (key + value) for heads, key, value in self.kv_shapes) * self.kv_dtype.size
 
     def make_kv(self, rows: int, capacity: int) -> KVCache:
         """A cache of zeros: [rows, H, capacity, D] for every layer."""
@@ -129,6 +136,11 @@ def model_from_module(module: Module, *, name: str, dtype: str, context: int) ->
         context=context,
         kv_shapes=tuple((c.keys.shape[1], c.keys.shape[3], c.values.shape[3]) for c in caches),
         kv_dtype=caches[0].keys.dtype,
+        weight_bytes=tree_reduce(
+            lambda total, array: total + array.nbytes,
+            module.parameters(),  # type: ignore[no-untyped-call] # as MLX declares it
+            0,
+        ),
     )
     _check_traceable(model)
     return model

@@ -14,6 +14,7 @@ from posttrainllm.kernel.errors import PosttrainllmError, UsageError
 __all__ = ["cli", "main"]
 
 _COMMANDS = {
+    "bench": ("posttrainllm.evals.throughput:bench", "Measure decoding with a draft and without, beside mlx-lm."),
     "chat": ("posttrainllm.adapters.chat.command:chat", "Talk with a model on the terminal."),
     "sample": ("posttrainllm.adapters.sample.command:sample", "Decode one prompt, with a draft or without."),
 }

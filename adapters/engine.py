@@ -23,7 +23,7 @@ from posttrainllm.kernel.noise import root_key
 from posttrainllm.kernel.pure_step import Prefill, Step, compile_prefill, compile_step
 from posttrainllm.kernel.state import DecodeState, KVCache, StepOutput
 
-__all__ = ["Engine", "capacity_for", "prefill_chunk"]
+__all__ = ["Engine", "capacity_for", "draft_width", "prefill_chunk"]
 
 # A second step in flight hides the host's work behind the device's. It also shows every token one step later and is in
 # vain at the end, so steps that are long beside the host's work (about 1 ms) go one at a time.
@@ -39,6 +39,11 @@ def capacity_for(length: int, width: int) -> int:
 def prefill_chunk(device: str) -> int:
     """Tokens a prompt chunk: large ones keep a GPU busy, small ones waste less of a CPU on padding."""
     return 512 if device == "gpu" else 64
+
+
+def draft_width(device: str, mode: Mode) -> int:
+    """Tokens that the draft is fed a forward, after its first: a row costs time on a CPU, and hardly any on a GPU."""
+    return 1 if device == "cpu" and mode == "greedy" else 2
 
 
 class Engine:
@@ -191,7 +196,7 @@ class Engine:
             width=self.width,
             vocab_size=self._vocab_size,
             mode=mode,
-            narrow_draft=mode == "greedy" and self.pair.runtime.device == "cpu",
+            narrow_draft=draft_width(self.pair.runtime.device, mode) == 1,
             diagnostics=self._diagnostics,
         )
         key = (config, self._compiled)

@@ -20,7 +20,15 @@ from posttrainllm.kernel.forward import Forward
 from posttrainllm.kernel.sampling import choose, warp
 from posttrainllm.kernel.state import DecodeState, KVCache, Sampling, StepOutput
 
-__all__ = ["Prefill", "Step", "compile_prefill", "compile_step", "plain_step", "speculative_step"]
+__all__ = [
+    "Prefill",
+    "Step",
+    "compile_forward",
+    "compile_prefill",
+    "compile_step",
+    "plain_step",
+    "speculative_step",
+]
 
 Step: TypeAlias = Callable[[DecodeState, Sampling], tuple[DecodeState, StepOutput]]
 Prefill: TypeAlias = Callable[[mx.array, KVCache, mx.array], KVCache]
@@ -152,6 +160,23 @@ def compile_prefill(forward: Forward, *, compiled: bool = True) -> Prefill:
         return forward(tokens, kv, position)[1]
 
     return mx.compile(chunk) if compiled else chunk
+
+
+def compile_forward(forward: Forward) -> Forward:
+    """Compile a forward alone, as measurements need it; decoding compiles it as a part of its step.
+
+    Args:
+        forward: the model.
+
+    Returns:
+        The same function, compiled.
+    """
+
+    def run(tokens: mx.array, kv: KVCache, position: mx.array) -> tuple[mx.array, KVCache]:
+        return forward(tokens, kv, position)
+
+    compiled: Forward = mx.compile(run)
+    return compiled
 
 
 def _score(config: StepConfig, target: Forward, state: DecodeState, window: mx.array) -> tuple[mx.array, KVCache]:

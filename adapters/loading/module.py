@@ -32,6 +32,8 @@ class Model:
     kv_shapes: tuple[tuple[int, int, int], ...] = attrs.field(repr=False)
     """(H, size of a key, size of a value) for every layer."""
     kv_dtype: mx.Dtype
+    module: Module | None = attrs.field(default=None, repr=False)
+    """mlx-lm's own, for its loops beside ours; None where the forward is none of its modules."""
     weight_bytes: int = 0
     """Of all parameters as loaded."""
 
@@ -136,6 +138,7 @@ def model_from_module(module: Module, *, name: str, dtype: str, context: int) ->
         context=context,
         kv_shapes=tuple((c.keys.shape[1], c.keys.shape[3], c.values.shape[3]) for c in caches),
         kv_dtype=caches[0].keys.dtype,
+        module=module,
         weight_bytes=tree_reduce(
             lambda total, array: total + array.nbytes,
             module.parameters(),  # type: ignore[no-untyped-call] # as MLX declares it

@@ -25,6 +25,7 @@ __all__ = [
     "Prefill",
     "Refill",
     "Step",
+    "compile_forward",
     "compile_prefill",
     "compile_refill",
     "compile_step",
@@ -188,6 +189,23 @@ def compile_refill(config: StepConfig, target: Forward, draft: Draft | None = No
         return refilled
 
     return refill
+
+
+def compile_forward(forward: Forward) -> Forward:
+    """Compile a forward alone, as measurements need it; decoding compiles it as a part of its step.
+
+    Args:
+        forward: the model.
+
+    Returns:
+        The same function, compiled.
+    """
+
+    def run(tokens: mx.array, kv: KVCache, position: mx.array) -> tuple[mx.array, KVCache]:
+        return forward(tokens, kv, position)
+
+    compiled: Forward = mx.compile(run)
+    return compiled
 
 
 def _score(config: StepConfig, target: Forward, state: DecodeState, window: mx.array) -> tuple[mx.array, KVCache]:

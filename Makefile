@@ -9,7 +9,7 @@ COMMA := ,
 BIN := $(VENV)/bin
 TYPED := build/typed
 
-.PHONY: demo test test-all check format bench clean
+.PHONY: demo test test-all check format bench throughput clean
 
 demo: $(VENV)/.installed-$(BACKEND) ## decode with the embedded pair and show that a draft changes nothing but the speed
 	$(BIN)/python -m posttrainllm.evals.demo
@@ -33,6 +33,9 @@ format: $(VENV)/.developed-$(BACKEND)
 
 bench: $(VENV)/.developed-$(BACKEND) ## plain and speculative decoding, ours and mlx-lm's, interleaved
 	$(BIN)/python -m pytest benchmarks -m "" -o filterwarnings=default $(BENCH)
+
+throughput: $(VENV)/.developed-$(BACKEND) ## the harness of `posttrainllm bench`, in a short form that asserts all but the speed
+	PYTHON=$(BIN)/python evals/specdec-throughput.sh --short build/throughput
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

@@ -1,5 +1,6 @@
 """The `posttrainllm` command. Names its commands by import string, so that --help imports none of them."""
 
+import contextlib
 import importlib
 import logging
 import os
@@ -13,6 +14,8 @@ from posttrainllm.kernel.errors import PosttrainllmError, UsageError
 __all__ = ["cli", "main"]
 
 _COMMANDS = {
+    "bench": ("posttrainllm.evals.throughput:bench", "Measure decoding with a draft and without, beside mlx-lm."),
+    "chat": ("posttrainllm.adapters.chat.command:chat", "Talk with a model on the terminal."),
     "gate": ("posttrainllm.adapters.gate.command:gate", "Prove here that a draft changes nothing but the speed."),
     "replay": ("posttrainllm.adapters.replay.command:replay", "Run a recorded decoding again, bit for bit."),
     "sample": ("posttrainllm.adapters.sample.command:sample", "Decode one prompt, with a draft or without."),
@@ -56,12 +59,19 @@ class _LazyGroup(click.Group):
             code = 130
         except OSError as error:
             code = _fail(f"cannot write the output: {error.strerror or error}", 1)
+            _drop_output()
         sys.exit(code if isinstance(code, int) else 0)
 
 
 def _fail(message: str, code: int) -> int:
     click.echo(f"error: {' '.join(message.split())}", err=True)
     return code
+
+
+def _drop_output() -> None:
+    """Let what standard output still holds go nowhere: Python would try to write it once more at exit, and complain."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # a stream that is no file, closed, or none at all
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _print_version(ctx: click.Context, _: click.Parameter, value: bool) -> None:

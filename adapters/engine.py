@@ -6,14 +6,13 @@ so rows of different engines never share a step. MLX checks no index: every id, 
 
 import time
 from collections import deque
-from collections.abc import Sequence
 
 import attrs
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from posttrainllm.adapters.loading.memory import check_kv
+from posttrainllm.adapters.loading.memory import Forecast
 from posttrainllm.adapters.loading.pair import Pair
 from posttrainllm.adapters.rows import RowPlace, RowRequest, RowStep, read_rows, sampling_of, smallest_mode
 from posttrainllm.kernel.cache import insert_request, insert_row
@@ -25,7 +24,7 @@ from posttrainllm.kernel.noise import root_key
 from posttrainllm.kernel.pure_step import Prefill, Step, compile_prefill, compile_step
 from posttrainllm.kernel.state import DecodeState, KVCache, StepOutput
 
-__all__ = ["Engine", "capacity_for", "prefill_chunk"]
+__all__ = ["Engine", "capacity_for", "draft_width", "prefill_chunk"]
 
 # A second step in flight hides the host's work behind the device's. It also shows every token one step later and is in
 # vain at the end, so steps that are long beside the host's work (about 1 ms) go one at a time.
@@ -41,6 +40,11 @@ def capacity_for(length: int, width: int) -> int:
 def prefill_chunk(device: str) -> int:
     """Tokens a prompt chunk: large ones keep a GPU busy, small ones waste less of a CPU on padding."""
     return 512 if device == "gpu" else 64
+
+
+def draft_width(device: str, mode: Mode) -> int:
+    """Tokens that the draft is fed a forward, after its first: a row costs time on a CPU, and hardly any on a GPU."""
+    return 1 if device == "cpu" and mode == "greedy" else 2
 
 
 class Engine:
@@ -83,7 +87,13 @@ class Engine:
         self.chunk = chunk or prefill_chunk(pair.runtime.device)
         self._depth = 0
         self._models = [pair.target] if pair.draft is None else [pair.target, pair.draft]
-        check_kv(sum(_kv_bytes(model.kv_shapes, model.kv_dtype.size, rows, capacity) for model in self._models))
+        self.forecast = Forecast(
+            weights=tuple(model.weight_bytes for model in self._models),
+            kv=tuple(model.kv_bytes(capacity) for model in self._models),
+            rows=rows,
+            capacity=capacity,
+        )
+        self.forecast.check()
         self._requests: list[RowRequest | None] = [None] * rows
         self._epochs = [0] * rows
         self._places: dict[int, RowPlace] = {}
@@ -192,7 +202,7 @@ class Engine:
             width=self.width,
             vocab_size=self._vocab_size,
             mode=mode,
-            narrow_draft=mode == "greedy" and self.pair.runtime.device == "cpu",
+            narrow_draft=draft_width(self.pair.runtime.device, mode) == 1,
             diagnostics=self.diagnostics,
         )
 
@@ -255,7 +265,3 @@ class Engine:
                 f"limit: got {request.limit} for a prompt of {len(request.prompt)} tokens, "
                 f"expected {len(request.prompt) + 1} to {most}"
             )
-
-
-def _kv_bytes(shapes: Sequence[tuple[int, int, int]], element: int, rows: int, capacity: int) -> int:
-    return sum(rows * heads * capacity * (key + value) * element for heads, key, value in shapes)

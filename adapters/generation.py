@@ -8,6 +8,7 @@ import attrs
 import mlx.core as mx
 
 from posttrainllm.adapters.engine import Engine, capacity_for
+from posttrainllm.adapters.loading.memory import Forecast
 from posttrainllm.adapters.loading.pair import Pair
 from posttrainllm.adapters.params import MAX_DRAFT_K, SamplingParams, check_width, is_int, is_text
 from posttrainllm.adapters.result import Chunk, FinishReason, Result, Timings, Usage
@@ -90,6 +91,11 @@ class Generation:
         self._first_count = 0
         self._prefill_s = self._ttft_s = self._decode_s = 0.0
         self._chunks = self._run()
+
+    @property
+    def forecast(self) -> Forecast:
+        """The memory that it needs."""
+        return self._engine.forecast
 
     def __iter__(self) -> Iterator[Chunk]:
         """The one iterator of this generation: asking again goes on where it stands.

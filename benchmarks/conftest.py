@@ -6,15 +6,14 @@ they mean in tokens a second and beside each other.
 
 import importlib.metadata
 import json
-import os
 import statistics
-from pathlib import Path
 from typing import Any
 
 import pytest
 from pytest_benchmark.stats import Stats
 
 from posttrainllm.adapters.runtime import Runtime, start
+from posttrainllm.evals.bench.machine import CpuWatch, cpu_count
 
 _CONTENDERS = ("ours plain", "ours speculative", "mlx-lm plain", "mlx-lm speculative")
 _PLAIN = ("ours plain", "mlx-lm plain")
@@ -22,7 +21,7 @@ _LINE = "{:<20}{:>8}{:>14}{:>8}{:>14}{:>12}{:>11}"
 
 _ROUNDS = pytest.StashKey[list[dict[str, Any]]]()
 _RUNTIME = pytest.StashKey[Runtime]()
-_CPU_TIMES = pytest.StashKey[tuple[float, float] | None]()
+_WATCH = pytest.StashKey[CpuWatch]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -32,7 +31,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Load the BLAS: the benchmark modules import MLX, and it has to come before."""
-    config.stash[_CPU_TIMES] = _cpu_times()
+    config.stash[_WATCH] = CpuWatch()
     config.stash[_RUNTIME] = start()
 
 
@@ -136,8 +135,8 @@ def _setting(config: pytest.Config, repeats: list[dict[str, dict[str, Any]]]) ->
         "benchmark": "decode",
         "device": runtime.device,
         "device_name": runtime.device_name,
-        "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "others_cpu": _others_share(config.stash[_CPU_TIMES]),
+        "cpus": cpu_count(),
+        "others_cpu": config.stash[_WATCH].others(),
         "mlx": runtime.mlx_version,
         "mlx_lm": importlib.metadata.version("mlx-lm"),
         "blas": runtime.blas,
@@ -145,23 +144,3 @@ def _setting(config: pytest.Config, repeats: list[dict[str, dict[str, Any]]]) ->
         "repeats": len(repeats),
         "prompts": len(repeats),
     }
-
-
-def _cpu_times() -> tuple[float, float] | None:
-    """CPU seconds of the machine since it started, all of them and those that others than us used; None off Linux."""
-    try:
-        words = Path("/proc/stat").read_text(encoding="ascii").splitlines()[0].split()[1:9]
-    except OSError:
-        return None
-    times = [int(word) / os.sysconf("SC_CLK_TCK") for word in words]
-    idle, own = times[3] + times[4], os.times()
-    return sum(times), sum(times) - idle - own.user - own.system
-
-
-def _others_share(before: tuple[float, float] | None) -> float | None:
-    """Share of the CPUs that others used since then; from a few hundredths on the numbers are worth little."""
-    after = _cpu_times()
-    if before is None or after is None:
-        return None
-    share = (after[1] - before[1]) / (after[0] - before[0])
-    return round(max(share, 0.0), 3)  # the machine counts in ticks and our time exactly: a little below 0 is 0

@@ -24,7 +24,6 @@ from posttrainllm.kernel.state import DecodeState, KVCache, Sampling, StepOutput
 __all__ = [
     "Prefill",
     "Refill",
-    "Scored",
     "Step",
     "compile_forward",
     "compile_prefill",
@@ -36,7 +35,6 @@ __all__ = [
 
 Step: TypeAlias = Callable[[DecodeState, Sampling], tuple[DecodeState, StepOutput]]
 Prefill: TypeAlias = Callable[[mx.array, KVCache, mx.array], KVCache]
-Scored: TypeAlias = Callable[[mx.array, KVCache, mx.array], tuple[mx.array, KVCache]]
 Refill: TypeAlias = Callable[[DecodeState, mx.array, mx.array, mx.array], DecodeState]
 
 
@@ -168,24 +166,6 @@ def compile_prefill(forward: Forward, *, compiled: bool = True) -> Prefill:
     return mx.compile(chunk) if compiled else chunk
 
 
-def compile_forward(forward: Forward, *, compiled: bool = True) -> Scored:
-    """Compile a forward with its logits, for whoever looks at them: probes, and the law of what was drawn.
-
-    Args:
-        forward: the model.
-        compiled: False runs it operation by operation.
-
-    Returns:
-        A function from (tokens int32 [B, W], kv, position int32 [B]) to (logits float32 [B, W, V], kv).
-    """
-
-    def scored(tokens: mx.array, kv: KVCache, position: mx.array) -> tuple[mx.array, KVCache]:
-        logits, written = forward(tokens, kv, position)
-        return logits.astype(mx.float32), written
-
-    return mx.compile(scored) if compiled else scored
-
-
 def compile_refill(config: StepConfig, target: Forward, draft: Draft | None = None, *, compiled: bool = True) -> Refill:
     """Bind `refill_step` to its models and compile it, as `compile_step` does the step.
 
@@ -209,6 +189,24 @@ def compile_refill(config: StepConfig, target: Forward, draft: Draft | None = No
         return refilled
 
     return refill
+
+
+def compile_forward(forward: Forward, *, compiled: bool = True) -> Forward:
+    """Compile a forward alone, as measurements and probes need it; decoding compiles it as a part of its step.
+
+    Args:
+        forward: the model.
+        compiled: False runs it operation by operation.
+
+    Returns:
+        The same function, compiled.
+    """
+
+    def run(tokens: mx.array, kv: KVCache, position: mx.array) -> tuple[mx.array, KVCache]:
+        return forward(tokens, kv, position)
+
+    fused: Forward = mx.compile(run) if compiled else run
+    return fused
 
 
 def _score(config: StepConfig, target: Forward, state: DecodeState, window: mx.array) -> tuple[mx.array, KVCache]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_flatten, tree_map, tree_map_with_path
 from mlx_lm.models import llama
 
 from posttrainllm.adapters.engine import Engine
@@ -48,18 +48,25 @@ def tiny_config(*, layers: int = 2, vocab: int = 4096, context: int = 512, heads
 def tiny_module(config: dict, *, seed: int, dtype: mx.Dtype = mx.float32, noise_on=None, scale: float = 0.0):
     """A random Llama, or another one's weights with noise of the given scale on them."""
     module = llama.Model(llama.ModelArgs.from_dict(config))
+    random_weights(module, seed=seed, dtype=dtype, noise_on=noise_on, scale=scale)
+    return module
+
+
+def random_weights(module, *, seed: int, dtype: mx.Dtype, noise_on=None, scale: float = 0.0) -> None:
+    """Draw every matrix and bias of a module, or add noise of a scale to another one's; norms stay as they are."""
     generator = np.random.default_rng(seed)
 
     def draw(array: mx.array) -> mx.array:
         return mx.array(generator.standard_normal(array.shape).astype(np.float32) * (1.5 / array.shape[-1] ** 0.5))
 
-    parameters = tree_map(lambda array: draw(array) if array.ndim == 2 else array, module.parameters())
+    parameters = tree_map_with_path(
+        lambda path, array: draw(array) if array.ndim == 2 or path.endswith("bias") else array, module.parameters()
+    )
     if noise_on is not None:
         parameters = tree_map(lambda base, random: base + scale * random, noise_on.parameters(), parameters)
     module.update(parameters)
     module.set_dtype(dtype)
     mx.eval(module.parameters())
-    return module
 
 
 def tiny_pair(

@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -46,6 +47,14 @@ def test_quiet_prints_the_text_alone():
     result = sample("--prompt", PROMPT, "--max-tokens", "16", "--quiet")
     assert result.stderr == ""
     assert result.stdout.strip()
+
+
+def test_verbose_adds_a_forecast_of_the_memory():
+    result = sample("--prompt", PROMPT, "--max-tokens", "4", "--verbose")
+    line = next(line for line in result.stderr.splitlines() if line.startswith("memory: weights"))
+    assert re.search(r"\(target 0\.0(63|31), draft 0\.0(11|05|06)\)", line)  # 15.7M and 2.75M parameters
+    assert "B=1, C=256" in line
+    assert "free beside the weights" in line
 
 
 def test_json_holds_the_whole_contract():
@@ -285,8 +294,9 @@ def test_without_a_backend_one_line_names_both_extras():
 
 def shell(line: str, **environment: str) -> subprocess.CompletedProcess:
     line = line.replace("SAMPLE", f"{sys.executable} -m posttrainllm sample --prompt def --max-tokens 6")
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}  # as users run it
     return subprocess.run(
-        ["bash", "-c", line], capture_output=True, text=True, timeout=120, env={**os.environ, **environment}
+        ["bash", "-c", line], capture_output=True, text=True, timeout=120, env={**buffered, **environment}
     )
 
 

@@ -9,7 +9,8 @@ from support import bare_tokenizer, tiny_config, tiny_module
 from posttrainllm.adapters.loading import memory
 from posttrainllm.adapters.loading.checkpoint import read_checkpoint
 from posttrainllm.adapters.loading.module import model_from_module
-from posttrainllm.adapters.loading.pair import check_pair, embedded_path, load_pair
+from posttrainllm.adapters.loading.pair import embedded_path, load_pair
+from posttrainllm.adapters.loading.pairing import check_pair
 from posttrainllm.kernel.errors import (
     CheckpointError,
     MemoryLimitError,
@@ -89,7 +90,7 @@ def test_a_draft_and_no_speculation_contradict_each_other(tiny_checkpoint):
 
 
 def test_a_missing_directory_is_named(tmp_path):
-    with pytest.raises(CheckpointError, match=r"nowhere: got nothing there .*, expected a model directory"):
+    with pytest.raises(CheckpointError, match=r"nowhere: got nothing there, expected a model directory"):
         load_pair(tmp_path / "nowhere")
 
 
@@ -221,7 +222,7 @@ def test_a_layer_that_cannot_be_rewound_is_named():
 
     module = tiny_module(tiny_config(vocab=32), seed=1)
     module.make_cache = lambda: [KVCache(), ArraysCache(2)]
-    with pytest.raises(UnsupportedModelError, match="layer 1 keeps a ArraysCache"):
+    with pytest.raises(UnsupportedModelError, match="layer 1 has the cache ArraysCache"):
         model_from_module(module, name="hybrid", dtype="float32", context=64)
 
 
@@ -235,7 +236,7 @@ def test_caches_that_cannot_fit_are_refused_with_the_numbers(embedded_pair, monk
     from posttrainllm.adapters.engine import Engine
 
     monkeypatch.setattr(memory, "available_bytes", lambda: 10_000_000)
-    with pytest.raises(MemoryLimitError, match=r"the key/value caches: got 0\.01 GB free, expected"):
+    with pytest.raises(MemoryLimitError, match=r"caches of 4 rows of 1024 slots: got 0\.01 GB free, expected"):
         Engine(embedded_pair, rows=4, capacity=1024, width=5)
 
 

@@ -7,7 +7,8 @@ import numpy as np
 import numpy.typing as npt
 
 from posttrainllm.adapters.loading.module import Model
-from posttrainllm.kernel.pure_step import Scored, compile_forward
+from posttrainllm.kernel.forward import Forward
+from posttrainllm.kernel.pure_step import compile_forward
 from posttrainllm.kernel.state import KVCache
 
 __all__ = ["Ids", "Scorer"]
@@ -26,7 +27,7 @@ class Scorer:
 
     def __init__(self, model: Model, *, capacity: int, compiled: bool) -> None:
         self._model, self._capacity = model, capacity
-        self._forward: Scored = compile_forward(model.forward, compiled=compiled)
+        self._forward: Forward = compile_forward(model.forward, compiled=compiled)
 
     def window(self, ids: Ids, kv: KVCache, start: Ids) -> tuple[mx.array, KVCache]:
         """Logits of a window, each row at its own position.
@@ -41,6 +42,7 @@ class Scorer:
         """
         known = mx.array(np.minimum(ids, self._model.vocab_size - 1))
         logits, kv = self._forward(known, kv, mx.array(start))
+        logits = logits.astype(mx.float32)
         mx.eval(logits, kv)
         return logits, kv
 

@@ -18,6 +18,8 @@ from posttrainllm.kernel.errors import CheckpointError, PosttrainllmError
 __all__ = ["Checkpoint", "read_checkpoint", "read_json", "readable"]
 
 _MOST_POSITIONS = 2**30  # lengths are int32, and sums of two of them must be, too
+# newest name first; the others are those of GPT-2 and its time
+_CONTEXT_FIELDS = ("max_position_embeddings", "n_positions", "n_ctx", "seq_length")
 _FLOATS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
@@ -31,8 +33,8 @@ class Checkpoint:
     """Bytes of all tensors as stored."""
     dtype: str
     """"float32", "float16" or "bfloat16": that of most stored bytes among the floating tensors."""
-    context: int
-    """Positions the model was made for."""
+    context: int | None
+    """Positions the model was made for; None where the config does not say."""
     quantized: bool
 
 
@@ -76,7 +78,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 def _read_checkpoint(path: Path) -> Checkpoint:
     if not path.is_dir():
-        found = "a file" if path.exists() else "nothing there (models are not downloaded)"
+        found = "a file" if path.exists() else "nothing there"
         raise CheckpointError(f"{path}: got {found}, expected a model directory")
     config = read_json(path / "config.json")
     if not (path / "tokenizer.json").is_file():
@@ -163,12 +165,18 @@ def _read_header(file: Path) -> dict[str, int]:
     return by_dtype
 
 
-def _context(path: Path, config: dict[str, Any]) -> int:
+def _context(path: Path, config: dict[str, Any]) -> int | None:
     nested = config.get("text_config")
     for scope in (config, nested if isinstance(nested, dict) else {}):
-        value = scope.get("max_position_embeddings")
-        if value is not None:
-            if not isinstance(value, int) or value < 2:
-                raise CheckpointError(f"{path}/config.json: max_position_embeddings: got {value!r}, expected 2 or more")
-            return min(value, _MOST_POSITIONS)
-    raise CheckpointError(f"{path}/config.json: max_position_embeddings is missing")
+        for name in _CONTEXT_FIELDS:
+            value = scope.get(name)
+            if value is not None:
+                if not isinstance(value, int) or value < 2:
+                    raise CheckpointError(f"{path}/config.json: {name}: got {value!r}, expected 2 or more")
+                return min(value, _MOST_POSITIONS)
+    if isinstance(nested, dict):  # such configs leave out what transformers' own classes have as default
+        from transformers import AutoConfig
+
+        value = getattr(AutoConfig.from_pretrained(path).get_text_config(), _CONTEXT_FIELDS[0], None)
+        return min(value, _MOST_POSITIONS) if isinstance(value, int) else None
+    return None

@@ -4,12 +4,13 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+import attrs
 import mlx.core as mx
 
 from posttrainllm.adapters.loading.checkpoint import Checkpoint
 from posttrainllm.kernel.errors import MemoryLimitError
 
-__all__ = ["available_bytes", "check_kv", "check_weights", "dtype_size"]
+__all__ = ["Forecast", "available_bytes", "check_weights", "dtype_size"]
 
 _SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -49,16 +50,52 @@ def check_weights(checkpoints: Sequence[Checkpoint], dtypes: Sequence[str]) -> N
         checkpoint.weight_bytes * (1 if checkpoint.quantized else dtype_size(dtype) / dtype_size(checkpoint.dtype))
         for checkpoint, dtype in zip(checkpoints, dtypes, strict=True)
     )
-    _check(need, "the weights")
+    _check(need, "the weights", available_bytes())
 
 
-def check_kv(need: int) -> None:
-    """Refuse key/value caches of `need` bytes that cannot fit, with the numbers."""
-    _check(need, "the key/value caches")
+@attrs.frozen(kw_only=True)
+class Forecast:
+    """What an engine needs, in bytes; the models' weights are in memory when it is made."""
+
+    weights: tuple[int, ...]
+    """Of the target, and of the draft where there is one."""
+    kv: tuple[int, ...]
+    """The caches of one row, of the same models."""
+    rows: int
+    capacity: int
+    free: int | None = attrs.field(factory=lambda: available_bytes())  # looked up when it is made
+    """What the device can still take; None where nothing says."""
+
+    @property
+    def caches(self) -> int:
+        """All rows, and the one that a prompt is read into."""
+        return sum(self.kv) * (self.rows + 1)
+
+    def check(self) -> None:
+        """Refuse caches that cannot fit.
+
+        Raises:
+            MemoryLimitError: with the numbers.
+        """
+        _check(self.caches, f"the key/value caches of {self.rows} rows of {self.capacity} slots", self.free)
+
+    @property
+    def description(self) -> str:
+        """One line for `--verbose`."""
+
+        def parts(sizes: tuple[int, ...]) -> str:
+            names = ("target", "draft")[: len(sizes)]
+            return ", ".join(f"{name} {size / 1e9:.3f}" for name, size in zip(names, sizes, strict=True))
+
+        free = "unknown" if self.free is None else f"{self.free / 1e9:.2f} GB"
+        return (
+            f"memory: weights {sum(self.weights) / 1e9:.3f} GB ({parts(self.weights)}) | "
+            f"caches {self.caches / 1e9:.3f} GB at B={self.rows}, C={self.capacity} and one more row to read a prompt "
+            f"into (a row: {parts(self.kv)}) | free beside the weights: {free}"
+        )
 
 
-def _check(need: float, what: str) -> None:
-    free = available_bytes()
+def _check(need: float, what: str, free: int | None) -> None:
     if free is not None and need > free:
         raise MemoryLimitError(
             f"not enough memory for {what}: got {free / 1e9:.2f} GB free, expected {need / 1e9:.2f} GB"

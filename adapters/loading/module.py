@@ -1,16 +1,19 @@
 """An mlx-lm module as a pure `Forward`."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
 import mlx.core as mx
 from mlx.nn.layers.base import Module
+from mlx.utils import tree_reduce
 
 from posttrainllm.adapters.loading.checkpoint import Checkpoint
 from posttrainllm.kernel.cache import CacheView
 from posttrainllm.kernel.errors import CheckpointError, UnsupportedModelError
 from posttrainllm.kernel.forward import Forward
+from posttrainllm.kernel.pure_step import compile_prefill
 from posttrainllm.kernel.state import KVCache
 
 __all__ = ["Model", "load_module", "model_from_module", "module_forward"]
@@ -31,11 +34,19 @@ class Model:
     kv_dtype: mx.Dtype
     variant: str = "module"
     """Which forward it is: "module" (mlx-lm's own) or "cpu_llama". Bits may differ between variants."""
+    module: Module | None = attrs.field(default=None, repr=False)
+    """mlx-lm's own, for its loops beside ours; None where the forward is none of its modules."""
+    weight_bytes: int = 0
+    """Of all parameters as loaded."""
 
     @property
     def label(self) -> str:
         """Last component of the name, for people."""
         return Path(self.name).name
+
+    def kv_bytes(self, capacity: int) -> int:
+        """Bytes of one row's cache of `capacity` slots."""
+        return sum(heads * capacity * (key + value) for heads, key, value in self.kv_shapes) * self.kv_dtype.size
 
     def make_kv(self, rows: int, capacity: int) -> KVCache:
         """A cache of zeros: [rows, H, capacity, D] for every layer."""
@@ -48,18 +59,23 @@ class Model:
         )
 
 
-def module_forward(module: Module) -> Forward:
+def module_forward(module: Module, windows: Sequence[int | None]) -> Forward:
     """Wrap a module whose layers take mlx-lm caches.
 
     Args:
         module: called as module(tokens, cache=[one view a layer]).
+        windows: for every layer the sliding window that its own cache would keep, None where it keeps everything.
 
     Returns:
         The pure forward.
     """
+    grouped = _has_grouped_scores(module)
 
     def forward(tokens: mx.array, kv: KVCache, position: mx.array) -> tuple[mx.array, KVCache]:
-        views = [CacheView(keys, values, position) for keys, values in kv]
+        views = [
+            CacheView(keys, values, position, window=window, grouped=grouped)
+            for (keys, values), window in zip(kv, windows, strict=True)
+        ]
         logits = module(tokens, cache=views)
         return logits, tuple((view.keys, view.values) for view in views)
 
@@ -105,25 +121,20 @@ def model_from_module(module: Module, *, name: str, dtype: str, context: int) ->
         The model.
 
     Raises:
-        UnsupportedModelError: a layer keeps something other than keys and values by position.
+        UnsupportedModelError: a layer keeps something other than keys and values by position, or the forward depends
+            on the value of a position and cannot be compiled.
     """
-    from mlx_lm.models.cache import KVCache as GrowingCache
-    from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
+    from mlx_lm.models.cache import make_prompt_cache
 
     from posttrainllm.adapters.loading.cpu_llama import cpu_llama_forward  # pulls in mlx-lm
 
     caches: list[Any] = make_prompt_cache(module)
-    for index, cache in enumerate(caches):
-        if type(cache) not in (GrowingCache, RotatingKVCache):
-            raise UnsupportedModelError(
-                f"{name}: layer {index} keeps a {type(cache).__name__}, expected keys and values by position: "
-                "what it holds cannot be rewound when a proposal is refused"
-            )
+    windows = [_window(name, index, cache) for index, cache in enumerate(caches)]
     logits = module(mx.zeros((1, 1), dtype=mx.int32), cache=caches)  # lazy: only its shape is read
     on_cpu = mx.default_device().type == mx.DeviceType.cpu
     fused = cpu_llama_forward(module) if on_cpu else None
-    return Model(
-        forward=fused or module_forward(module),
+    model = Model(
+        forward=fused or module_forward(module, windows),
         variant="module" if fused is None else "cpu_llama",
         name=name,
         dtype=dtype,
@@ -131,7 +142,48 @@ def model_from_module(module: Module, *, name: str, dtype: str, context: int) ->
         context=context,
         kv_shapes=tuple((c.keys.shape[1], c.keys.shape[3], c.values.shape[3]) for c in caches),
         kv_dtype=caches[0].keys.dtype,
+        module=module,
+        weight_bytes=tree_reduce(
+            lambda total, array: total + array.nbytes,
+            module.parameters(),  # type: ignore[no-untyped-call] # as MLX declares it
+            0,
+        ),
     )
+    _check_traceable(model)
+    return model
+
+
+def _window(name: str, index: int, cache: Any) -> int | None:
+    """The window of a layer that mlx-lm gives this cache; what rewinding by length cannot undo is refused."""
+    from mlx_lm.models.cache import KVCache as GrowingCache
+    from mlx_lm.models.cache import RotatingKVCache
+
+    if type(cache) is GrowingCache:
+        return None
+    if type(cache) is RotatingKVCache and cache.keep == 0:
+        return int(cache.max_size)  # the whole history is kept here, so that a mask can do what rotating does
+    kept = f"{type(cache).__name__} with keep={cache.keep}" if type(cache) is RotatingKVCache else type(cache).__name__
+    raise UnsupportedModelError(
+        f"{name}: layer {index} has the cache {kept}, expected keys and values by position: "
+        "what it holds cannot be rewound when a proposal is refused"
+    )
+
+
+def _has_grouped_scores(module: Module) -> bool:
+    """Gemma-2 computes attention itself, on scores that have an axis for the query heads of a key head."""
+    from mlx_lm.models import gemma2
+
+    return isinstance(module, gemma2.Model) and module.layers[0].self_attn.repeats > 1
+
+
+def _check_traceable(model: Model) -> None:
+    """Trace the forward once: one that reads the value of a position cannot be a pure function of arrays."""
+    kv = model.make_kv(1, 8)
+    try:
+        compile_prefill(model.forward)(mx.zeros((1, 2), dtype=mx.int32), kv, mx.zeros((1,), dtype=mx.int32))
+    except (ValueError, TypeError, RuntimeError) as error:
+        text = " ".join(str(error).split())[:200]
+        raise UnsupportedModelError(f"{model.name}: its forward cannot be compiled: {text}") from None
 
 
 def _translate(path: Path, config: dict[str, Any], error: Exception) -> CheckpointError | UnsupportedModelError:

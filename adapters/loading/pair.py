@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from posttrainllm.adapters.loading.checkpoint import Checkpoint, read_checkpoint, readable
+from posttrainllm.adapters.loading.hub import locate
+from posttrainllm.adapters.loading.pairing import check_pair
 from posttrainllm.adapters.loading.tokenizer import Tokenizer, load_tokenizer
 from posttrainllm.adapters.runtime import Runtime, start
-from posttrainllm.kernel.errors import PairError, UsageError
+from posttrainllm.kernel.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:  # it imports MLX, and the BLAS must come first
     from posttrainllm.adapters.loading.module import Model
 
-__all__ = ["DTYPES", "Pair", "check_pair", "embedded_path", "load_pair"]
+__all__ = ["DTYPES", "Pair", "embedded_path", "load_pair"]
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 _EMBEDDED_TARGET, _EMBEDDED_DRAFT = "target-16m", "draft-3m"
@@ -30,6 +32,8 @@ class Pair:
     runtime: Runtime
     reason: str | None
     """Why nothing is drafted; None with a draft."""
+    notes: tuple[str, ...] = ()
+    """In what the two tokenizers differ without harm."""
     compiled: dict[Hashable, Any] = attrs.field(init=False, factory=dict, repr=False)
     """Compiled functions of these models, shared by all engines: a second request traces nothing. `attrs.evolve` starts
     a new one."""
@@ -63,8 +67,8 @@ def load_pair(
     With no argument this is the embedded pair; a draft alone gets the embedded target; a model alone decodes plainly.
 
     Args:
-        model: directory of the target.
-        draft_model: directory of the draft.
+        model: the target, a directory or an id of the hub.
+        draft_model: the draft, the same.
         speculate: False loads no draft.
         dtype: one of DTYPES, for both models. "auto" is each checkpoint's own, except on a CPU with a real BLAS, where
             float32 holds the same weights without loss and is faster.
@@ -81,7 +85,7 @@ def load_pair(
         raise UsageError(f"dtype: got {dtype!r}, expected one of {', '.join(DTYPES)}")
     for name, path in (("model", model), ("draft-model", draft_model)):
         if path is not None and (not isinstance(path, (str, Path)) or not str(path)):
-            raise UsageError(f"--{name}: got {path!r}, expected the path of a directory")
+            raise UsageError(f"--{name}: got {path!r}, expected the path of a directory or an id of the hub")
     if draft_model is not None and not speculate:
         raise UsageError("got both a draft model and no speculation, expected one of them")
     runtime = start()
@@ -89,39 +93,21 @@ def load_pair(
 
     if draft_model is None and model is None and speculate:
         draft_model = embedded_path(_EMBEDDED_DRAFT)
-    checkpoints = [read_checkpoint(Path(model) if model is not None else embedded_path(_EMBEDDED_TARGET))]
-    if draft_model is not None:
-        checkpoints.append(read_checkpoint(Path(draft_model)))
+    names = [model if model is not None else embedded_path(_EMBEDDED_TARGET)]
+    names += [draft_model] if draft_model is not None else []
+    checkpoints = [read_checkpoint(locate(name)) for name in names]
     dtypes = [_resolve_dtype(dtype, checkpoint, runtime) for checkpoint in checkpoints]
     check_weights(checkpoints, dtypes)
     tokenizers = [load_tokenizer(checkpoint) for checkpoint in checkpoints]
-    models = [_load_model(checkpoint, name) for checkpoint, name in zip(checkpoints, dtypes, strict=True)]
+    models = [
+        _load_model(checkpoint, str(name), dtype_of_it)
+        for checkpoint, name, dtype_of_it in zip(checkpoints, names, dtypes, strict=True)
+    ]
     if draft_model is None:
         reason = "the draft was switched off" if not speculate else "no draft model was given"
         return Pair(target=models[0], draft=None, tokenizer=tokenizers[0], runtime=runtime, reason=reason)
-    check_pair(*tokenizers, draft_rows=models[1].vocab_size)
-    return Pair(target=models[0], draft=models[1], tokenizer=tokenizers[0], runtime=runtime, reason=None)
-
-
-def check_pair(target: Tokenizer, draft: Tokenizer, *, draft_rows: int) -> None:
-    """Refuse a draft for which an id means something else.
-
-    Args:
-        target: the target's tokenizer.
-        draft: the draft's tokenizer.
-        draft_rows: rows of the draft's logits; ids behind them are never proposed.
-
-    Raises:
-        PairError: naming the first id that differs.
-    """
-    for index in sorted(target.vocabulary.keys() | draft.vocabulary.keys()):
-        ours, theirs = target.vocabulary.get(index), draft.vocabulary.get(index)
-        if ours != theirs:
-            raise PairError(
-                f"{draft.path}: its tokenizer differs from the target's: id {index} is {theirs!r}, expected {ours!r}"
-            )
-    if draft_rows < 2:
-        raise PairError(f"{draft.path}: got {draft_rows} rows of logits, expected 2 or more")
+    notes = check_pair(*tokenizers, draft_rows=models[1].vocab_size)
+    return Pair(target=models[0], draft=models[1], tokenizer=tokenizers[0], runtime=runtime, reason=None, notes=notes)
 
 
 def _resolve_dtype(dtype: str, checkpoint: Checkpoint, runtime: Runtime) -> str:
@@ -132,9 +118,12 @@ def _resolve_dtype(dtype: str, checkpoint: Checkpoint, runtime: Runtime) -> str:
     return checkpoint.dtype
 
 
-def _load_model(checkpoint: Checkpoint, dtype: str) -> "Model":
+def _load_model(checkpoint: Checkpoint, name: str, dtype: str) -> "Model":
     from posttrainllm.adapters.loading.module import load_module, model_from_module
 
     module = load_module(checkpoint, dtype)
     with readable(checkpoint.path, "config.json describes no model that runs"):
-        return model_from_module(module, name=str(checkpoint.path), dtype=dtype, context=checkpoint.context)
+        model = model_from_module(module, name=name, dtype=dtype, context=checkpoint.context or 0)
+    if checkpoint.context is None:  # said last: of a model that keeps no keys and values it is not the news
+        raise CheckpointError(f"{checkpoint.path}/config.json: max_position_embeddings is missing")
+    return model

@@ -23,6 +23,10 @@ class Tokenizer:
     """Every id, added ones included, with its piece."""
     eos_ids: frozenset[int]
     """From config.json, generation_config.json and the tokenizer together."""
+    added_ids: frozenset[int] = frozenset()
+    """Tokens added to the trained vocabulary."""
+    special_ids: frozenset[int] = frozenset()
+    """Those of them that are no text."""
 
     @property
     def size(self) -> int:
@@ -33,11 +37,24 @@ class Tokenizer:
         """Ids of a prompt, with the special ids the tokenizer puts in front."""
         return list(self.backend.encode(text, verbose=False))  # the length is checked, and said, by whoever asks
 
-    def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        """Ids of a conversation that the model is to continue, by the checkpoint's chat template or a plain one."""
+    def encode_chat(self, messages: Sequence[dict[str, str]], **template_args: Any) -> list[int]:
+        """Ids of a conversation that the model is to continue, by the checkpoint's chat template or a plain one.
+
+        Args:
+            messages: each with "role" and "content".
+            **template_args: what the template is given besides, as `enable_thinking`; the plain one takes none.
+
+        Returns:
+            The ids.
+
+        Raises:
+            CheckpointError: the template fails.
+        """
         if self.has_chat_template:
             with readable(self.path, "its chat template cannot be used"):
-                text = self.backend.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+                text = self.backend.apply_chat_template(
+                    list(messages), **{**template_args, "add_generation_prompt": True, "tokenize": False}
+                )
                 return list(self.backend.encode(text, add_special_tokens=False, verbose=False))
         turns = [f"{message['role'].capitalize()}: {message['content']}\n" for message in messages]
         return self.encode("".join(turns) + "Assistant:")
@@ -69,13 +86,21 @@ def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
     with readable(checkpoint.path, "its tokenizer cannot be read"):
         backend = load(checkpoint.path)
         vocabulary = {index: piece for piece, index in backend.get_vocab().items()}
+        added = dict(getattr(backend, "added_tokens_decoder", {}))
     if not vocabulary:
         raise CheckpointError(f"{checkpoint.path}: its tokenizer has no vocabulary")
     eos_ids = set(backend.eos_token_ids) | _eos_ids(checkpoint.path / "config.json", checkpoint.config)
     generation = checkpoint.path / "generation_config.json"
     if generation.is_file():
         eos_ids |= _eos_ids(generation, read_json(generation))
-    return Tokenizer(path=checkpoint.path, backend=backend, vocabulary=vocabulary, eos_ids=frozenset(eos_ids))
+    return Tokenizer(
+        path=checkpoint.path,
+        backend=backend,
+        vocabulary=vocabulary,
+        eos_ids=frozenset(eos_ids),
+        added_ids=frozenset(added),
+        special_ids=frozenset(index for index, token in added.items() if token.special),
+    )
 
 
 def _eos_ids(path: Path, config: dict[str, Any]) -> set[int]:

@@ -22,7 +22,9 @@ _DIFFERS = 3
 @click.command()
 @click.argument("file")
 @click.argument("model", required=False)
-@click.option("--draft-model", metavar="PATH", help="Directory of the draft when it is not where the trace says.")
+@click.option(
+    "--draft-model", metavar="PATH", help="Directory or hub id of the draft when it is not where the trace says."
+)
 @click.option("--from-step", type=int, metavar="N", help="Start at step N, its caches refilled. Default: 0.")
 @click.option("--steps", type=int, metavar="M", help="Run M steps. Default: all.")
 @click.option("--uncompiled", is_flag=True, help="Run operation by operation instead of compiled.")

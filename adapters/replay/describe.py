@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from posttrainllm.adapters.loading.fingerprint import fingerprint, tokenizer_fingerprint
+from posttrainllm.adapters.loading.hub import locate
 from posttrainllm.adapters.loading.pair import Pair, embedded_path
 from posttrainllm.adapters.replay.trace import Header, StepRecord
 
@@ -22,7 +23,7 @@ def fingerprints_of(pair: Pair) -> dict[str, str]:
     """Hash what a pair was loaded from.
 
     Args:
-        pair: loaded from directories that are still there.
+        pair: loaded from what is still there.
 
     Returns:
         Fingerprints of "target", "tokenizer" and, where there is one, "draft".
@@ -31,7 +32,7 @@ def fingerprints_of(pair: Pair) -> dict[str, str]:
         CheckpointError: a directory is gone or cannot be read.
     """
     return {
-        **{role: fingerprint(model.name) for role, model in _models(pair).items()},
+        **{role: fingerprint(locate(model.name)) for role, model in _models(pair).items()},
         "tokenizer": tokenizer_fingerprint(pair.tokenizer.path),
     }
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from posttrainllm.adapters.loading.fingerprint import fingerprint, tokenizer_fingerprint
+from posttrainllm.adapters.loading.hub import locate
 from posttrainllm.adapters.loading.pair import Pair, embedded_path, load_pair
 from posttrainllm.adapters.replay.trace import Header
 from posttrainllm.adapters.runtime import Runtime
@@ -18,11 +19,11 @@ def model_paths(header: Header, model: str | None, draft_model: str | None) -> d
 
     Args:
         header: of the trace.
-        model: directory of the target when it has moved.
-        draft_model: directory of the draft when it has moved.
+        model: the target when it has moved, a directory or an id of the hub.
+        draft_model: the draft when it has moved.
 
     Returns:
-        A path for "target" and, where the trace has one, "draft".
+        A directory for "target" and, where the trace has one, "draft".
 
     Raises:
         UsageError: a draft is given for a plain run.
@@ -33,11 +34,11 @@ def model_paths(header: Header, model: str | None, draft_model: str | None) -> d
     given = {"target": model, "draft": draft_model}
     paths = {}
     for role, recorded in header.models.items():
-        path = given[role] or recorded
-        paths[role] = embedded_path(_EMBEDDED[role]) if path is None else Path(path)
+        name = given[role] or recorded
+        paths[role] = embedded_path(_EMBEDDED[role]) if name is None else locate(name)
         if not paths[role].exists():
             option = "MODEL" if role == "target" else "--draft-model"
-            raise CheckpointError(f"{path}: got nothing there, expected the {role} model; name it as {option}")
+            raise CheckpointError(f"{name}: got nothing there, expected the {role} model; name it as {option}")
     return paths
 
 

@@ -36,7 +36,7 @@ class Header:
     compiled: bool
     dtype: dict[str, str]
     models: dict[str, str | None]
-    """Paths as they were given; None is the embedded one."""
+    """Directories or ids of the hub, as they were given; None is the embedded one."""
     fingerprints: dict[str, str]
     """Of the models and the "tokenizer"."""
     vocab_size: int

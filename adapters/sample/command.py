@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from posttrainllm.adapters.options import chat_options, check_k, pair_options, sampling_options, template_args
 from posttrainllm.adapters.sample.prompt import read_prompt
 from posttrainllm.kernel.errors import UsageError
 
@@ -19,39 +20,12 @@ __all__ = ["sample"]
 
 
 @click.command()
-@click.argument("model", required=False)
-@click.option("--draft-model", metavar="PATH", help="Directory of the draft. Default: the embedded one without MODEL.")
-@click.option("--no-draft", is_flag=True, help="Decode plainly, at width 1 unless --plain-width says otherwise.")
-@click.option("--draft-k", type=int, default=4, show_default=True, help="Tokens the draft proposes a step, 1 to 32.")
+@pair_options()
 @click.option("--prompt", metavar="TEXT", help="The prompt. Default: standard input.")
 @click.option("--prompt-file", metavar="FILE", help="Read the prompt from a UTF-8 file.")
 @click.option("--chat", is_flag=True, help="Wrap the prompt in the checkpoint's chat template.")
-@click.option(
-    "--max-tokens",
-    type=int,
-    default=128,
-    show_default=True,
-    help="Most tokens to generate, cut to the context.",
-)
-@click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy.")
-@click.option("--top-p", type=float, default=1.0, show_default=True, help="Keep the likeliest ids up to this mass.")
-@click.option("--top-k", type=int, default=0, show_default=True, help="Keep this many ids; 0 keeps all.")
-@click.option(
-    "--min-p",
-    type=float,
-    default=0.0,
-    show_default=True,
-    help="Drop ids under this share of the likeliest.",
-)
-@click.option("--seed", type=int, help="Same seed, same text. Default: fresh entropy.")
-@click.option(
-    "--accept-rule",
-    type=click.Choice(["leviathan", "coupled"]),
-    default="leviathan",
-    show_default=True,
-    help="How proposals are judged at T>0: by the ratio of probabilities, or by shared noise, which gives the ids "
-    "that plain sampling with the same seed gives.",
-)
+@chat_options()
+@sampling_options(max_tokens=128)
 @click.option(
     "--plain-width",
     type=int,
@@ -60,16 +34,10 @@ __all__ = ["sample"]
 )
 @click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; may be given several times.")
 @click.option("--ignore-eos", is_flag=True, help="Go on after an end-of-text token.")
-@click.option(
-    "--dtype",
-    type=click.Choice(["auto", "float32", "float16", "bfloat16"]),
-    default="auto",
-    show_default=True,
-    help="Type of the weights. auto: the checkpoint's, or float32 on a CPU with OpenBLAS.",
-)
 @click.option("--record", metavar="FILE", help="Write a trace of every step, for `posttrainllm replay`.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 @click.option("--quiet", is_flag=True, help="Print no statistics.")
+@click.option("--verbose", is_flag=True, help="Print a forecast of the memory, and in what the tokenizers differ.")
 def sample(
     *,
     model: str | None,
@@ -79,14 +47,17 @@ def sample(
     prompt: str | None,
     prompt_file: str | None,
     chat: bool,
+    system: str | None,
+    chat_template_args: str | None,
     plain_width: int | None,
     dtype: str,
     record: str | None,
     as_json: bool,
     quiet: bool,
+    verbose: bool,
     **options: Any,
 ) -> None:
-    """Decode one prompt with MODEL, a directory in Hugging Face / mlx-lm layout.
+    """Decode one prompt with MODEL, a directory in Hugging Face / mlx-lm layout or an id of the hub.
 
     No MODEL: the embedded pair. A draft alone: the embedded target. MODEL alone: plain decoding.
     """
@@ -95,19 +66,26 @@ def sample(
     params = SamplingParams.from_options(options)
     plain = no_draft or (model is not None and draft_model is None)
     _check_widths(draft_k, plain_width, plain)
+    extra = template_args(chat_template_args)
+    if not chat and (system is not None or extra):
+        raise UsageError("--system and --chat-template-args: got them without --chat, expected --chat beside them")
     text = read_prompt(prompt, prompt_file)
     with _status(enabled=not (quiet or as_json)) as status:
+        from posttrainllm.adapters.gate.heed import unless_broken
         from posttrainllm.adapters.loading.pair import load_pair
 
-        pair = _unless_broken(load_pair(model, draft_model, speculate=not no_draft, dtype=dtype), draft_k)
+        pair = unless_broken(load_pair(model, draft_model, speculate=not no_draft, dtype=dtype), draft_k)
         from posttrainllm.adapters.generation import Generation
 
-        ids = pair.tokenizer.encode_chat([{"role": "user", "content": text}]) if chat else pair.tokenizer.encode(text)
+        ids = _encode_chat(pair, text, system, extra) if chat else pair.tokenizer.encode(text)
         if chat and not pair.tokenizer.has_chat_template:
             click.echo("warning: the checkpoint has no chat template; a plain User/Assistant one is used", err=True)
         status.update("prefill; the first run on a CPU also compiles kernels, for some seconds")
         with _recorder(record) as recorder:
             generation = Generation(pair, ids, params, draft_k=draft_k, plain_width=plain_width or 1, recorder=recorder)
+            if verbose:
+                for line in (generation.forecast.description, *pair.notes):
+                    click.echo(line, err=True)
             code = _run(generation, echo=not as_json, stop_status=status.stop)
     result = generation.result()
     if as_json:
@@ -120,17 +98,6 @@ def sample(
         sys.exit(code)
 
 
-def _unless_broken(pair: "Pair", draft_k: int) -> "Pair":
-    """The pair, or its target alone where the gate has found that the draft changes the output here."""
-    from posttrainllm.adapters.gate.cache import known_broken
-
-    reason = known_broken(pair, draft_k)
-    if reason is None:
-        return pair
-    click.echo(f"warning: the gate calls this pair broken here, decoding without the draft: {reason}", err=True)
-    return pair.plain(f"broken, says the gate: {reason}")
-
-
 def _recorder(path: str | None) -> "AbstractContextManager[TraceWriter | None]":
     """What --record asks for."""
     if path is None:
@@ -138,6 +105,14 @@ def _recorder(path: str | None) -> "AbstractContextManager[TraceWriter | None]":
     from posttrainllm.adapters.replay.writer import TraceWriter
 
     return TraceWriter(path)
+
+
+def _encode_chat(pair: "Pair", text: str, system: str | None, extra: dict[str, Any]) -> list[int]:
+    from posttrainllm.adapters.chat.conversation import Conversation
+
+    conversation = Conversation(system=system, template_args=extra)
+    conversation.ask(text)
+    return conversation.encode(pair.tokenizer)
 
 
 def _run(generation: "Generation", *, echo: bool, stop_status: Any) -> int:
@@ -164,7 +139,7 @@ def _run(generation: "Generation", *, echo: bool, stop_status: Any) -> int:
 def _check_widths(draft_k: int, plain_width: int | None, plain: bool) -> None:
     from posttrainllm.adapters.params import MAX_DRAFT_K, check_width
 
-    check_width("draft-k", draft_k, 1, MAX_DRAFT_K)
+    check_k(draft_k)
     if plain_width is not None:
         check_width("plain-width", plain_width, 1, MAX_DRAFT_K + 1)
         if not plain:

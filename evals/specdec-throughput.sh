@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# The standard workload of `posttrainllm bench`, with its picture and its JSON line kept:
+#
+#     evals/specdec-throughput.sh [--short] [FOLDER] [OPTION OF posttrainllm bench]...
+#
+# FOLDER (default: throughput) gets table.txt, result.json and throughput.png. --short is for CI: three prompts, K=4, no
+# picture; it fails when a row's output is not the reference's, when the draft is accepted too rarely, or when the JSON
+# line lacks something, and never for being slow. PYTHON names the interpreter.
+set -euo pipefail
+PYTHON=${PYTHON:-python3}
+least=0
+options=()
+if [[ ${1:-} == --short ]]; then
+  shift
+  least=0.4
+  options=(--repeats 3 --draft-k 4)
+fi
+folder=throughput
+if [[ $# -gt 0 && ${1:0:1} != - ]]; then
+  folder=$1
+  shift
+fi
+mkdir -p "$folder"
+[[ $least == 0 ]] && options=(--plot "$folder/throughput.png")
+"$PYTHON" -m posttrainllm bench "${options[@]}" "$@" | tee "$folder/table.txt"
+tail -n 1 "$folder/table.txt" >"$folder/result.json"
+"$PYTHON" -m posttrainllm.evals.bench.check "$folder/result.json" --accept-rate "$least"

@@ -1,0 +1,177 @@
+"""`posttrainllm bench`, also `python -m posttrainllm.evals.throughput`: does a draft pay on this machine?
+
+The workload: prompts of 64 tokens, all different, 128 tokens generated, greedy, end of text ignored, no prefix used
+twice. The prompt, the first step and a whole warm-up stand outside the clock; contenders take turns on every prompt.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from posttrainllm.adapters.options import pair_options
+from posttrainllm.evals.accept_rate import HELD_OUT, read_prompts
+from posttrainllm.kernel.errors import CapacityError, PosttrainllmError, UsageError
+
+if TYPE_CHECKING:  # they import MLX, and --help must not
+    from posttrainllm.adapters.loading.pair import Pair
+
+__all__ = ["bench", "choose_prompts", "run"]
+
+_FAILED = 3  # exit status: a row's output is not the reference's
+
+
+@click.command()
+@pair_options(draft_k=False)
+@click.option("--draft-k", default="1,2,4,8", show_default=True, metavar="LIST", help="Ks to measure, 1 to 32 each.")
+@click.option("--repeats", default=8, show_default=True, help="Prompts measured, each of its own.")
+@click.option("--prompt-tokens", default=64, show_default=True, help="Tokens of each prompt.")
+@click.option("--max-tokens", default=128, show_default=True, help="Tokens generated for each.")
+@click.option("--prompts-file", metavar="FILE", help='JSON lines with a "text". Default: 40 from held-out packages.')
+@click.option("--no-mlx-lm", is_flag=True, help="Leave mlx-lm's own loops out.")
+@click.option("--plot", metavar="FILE.png", help="Draw speed and acceptance against K (needs matplotlib).")
+@click.option("--json", "as_json", is_flag=True, help="Print the JSON line alone.")
+def bench(*, draft_k: str, plot: str | None, as_json: bool, **options: Any) -> None:
+    """Measure decoding with and without a draft, ours and mlx-lm's, on one pair in one run.
+
+    A row whose output is not the reference's is reported as failed; if it is one of ours, the exit status is 3. The
+    reference of a speculative row is plain decoding at the width of its verification; of mlx-lm's, mlx-lm's plain one.
+    """
+    ks = _parse_ks(draft_k)
+    target = None
+    if plot is not None:
+        from posttrainllm.evals.bench.plot import check_plot
+
+        target = check_plot(plot)
+    result = run(draft_ks=ks, quiet=as_json, **options)
+    if not as_json:
+        from posttrainllm.evals.bench.summary import lines
+
+        for line in lines(result["rows"]):
+            click.echo(line)
+        click.echo(_setting_line(result))
+    click.echo(json.dumps(result, ensure_ascii=False))
+    if target is not None:
+        from posttrainllm.evals.bench.plot import draw
+
+        draw(target, result["rows"], _title(result))
+    if any(row["failed"] for row in result["rows"] if not row["name"].startswith("mlx-lm")):
+        sys.exit(_FAILED)
+
+
+def run(
+    *,
+    model: str | None = None,
+    draft_model: str | None = None,
+    dtype: str = "auto",
+    draft_ks: list[int],
+    repeats: int = 8,
+    prompt_tokens: int = 64,
+    max_tokens: int = 128,
+    prompts_file: str | None = None,
+    no_mlx_lm: bool = False,
+    quiet: bool = False,
+) -> dict[str, Any]:
+    """Load the pair and measure it.
+
+    Args:
+        model: as `sample` takes it.
+        draft_model: the same.
+        dtype: the same.
+        draft_ks: K of each speculative row.
+        repeats: prompts measured.
+        prompt_tokens: of each.
+        max_tokens: generated for each, 2 or more.
+        prompts_file: JSON lines with a "text"; None for the held-out ones.
+        no_mlx_lm: whether to leave mlx-lm's loops out.
+        quiet: whether to show no progress.
+
+    Returns:
+        What the JSON line holds.
+
+    Raises:
+        UsageError: an option is out of range, or there are too few prompts.
+        CapacityError: prompt and reply do not fit the context.
+        LoadError: see `load_pair`.
+    """
+    for name, got, least in (
+        ("repeats", repeats, 1),
+        ("prompt-tokens", prompt_tokens, 1),
+        ("max-tokens", max_tokens, 2),
+    ):
+        if got < least:
+            raise UsageError(f"--{name}: got {got}, expected {least} or more")
+    texts = read_prompts(Path(prompts_file) if prompts_file is not None else HELD_OUT)
+    from posttrainllm.adapters.loading.pair import load_pair
+
+    pair = load_pair(model, draft_model, dtype=dtype)
+    length = prompt_tokens + max_tokens
+    if length > pair.target.context:
+        raise CapacityError(
+            f"workload: got {prompt_tokens} prompt tokens and {max_tokens} generated, expected at most the context of "
+            f"{pair.target.context}"
+        )
+    prompts = choose_prompts(pair, texts, prompt_tokens, repeats + 1)
+    from posttrainllm.evals.bench.workload import measure_pair
+
+    return measure_pair(pair, prompts, draft_ks, max_tokens, mlx_lm=not no_mlx_lm, quiet=quiet)
+
+
+def choose_prompts(pair: "Pair", texts: list[tuple[str, str]], tokens: int, count: int) -> list[list[int]]:
+    """Cut texts to prompts.
+
+    Args:
+        pair: whose tokenizer encodes them.
+        texts: (text, continuation): the second is used where the first is too short.
+        tokens: of each prompt.
+        count: how many are wanted.
+
+    Returns:
+        `count` different prompts, spread over the texts.
+
+    Raises:
+        UsageError: there are fewer.
+    """
+    encoded = [pair.tokenizer.encode(text + more)[:tokens] for text, more in texts]
+    found = [list(prompt) for prompt in dict.fromkeys(map(tuple, encoded)) if len(prompt) == tokens]
+    if len(found) < count:
+        raise UsageError(
+            f"--repeats: got {count - 1}, expected at most {max(len(found) - 1, 0)}: a prompt of {tokens} tokens for "
+            "each and one to warm up"
+        )
+    return [found[index * len(found) // count] for index in range(count)]
+
+
+def _parse_ks(text: str) -> list[int]:
+    from posttrainllm.adapters.options import check_k
+
+    try:
+        ks = [int(word) for word in text.split(",")]
+    except ValueError:
+        raise UsageError(f"--draft-k: got {text!r}, expected whole numbers with commas between them") from None
+    return sorted({check_k(k) for k in ks})
+
+
+def _title(result: dict[str, Any]) -> str:
+    pair = " + ".join(Path(name).name for name in (result["model"], result["draft_model"]) if name)
+    return f"{pair}, {result['device_name']}, {result['dtype']}"
+
+
+def _setting_line(result: dict[str, Any]) -> str:
+    others = result["others_cpu"]
+    return (
+        f"\n{_title(result)}, T=0, {result['prompt_tokens']} + {result['max_tokens']} tokens, "
+        f"{result['repeats']} prompts, C={result['capacity']}, MLX {result['versions']['mlx']}, BLAS {result['blas']}"
+        + ("" if others is None else f"; others used {others:.0%} of the CPUs meanwhile")
+    )
+
+
+if __name__ == "__main__":
+    try:
+        bench.main(standalone_mode=False)
+    except (PosttrainllmError, click.ClickException) as error:
+        message = error.format_message() if isinstance(error, click.ClickException) else str(error)
+        click.echo(f"error: {message}", err=True)
+        sys.exit(2 if isinstance(error, (UsageError, click.ClickException)) else 1)

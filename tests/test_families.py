@@ -1,0 +1,147 @@
+"""Families of mlx-lm, tiny and random: every one decodes exactly and agrees with mlx-lm's own loop."""
+
+import attrs
+import mlx.core as mx
+import pytest
+from mlx import nn
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.utils import _get_classes
+from support import decode, random_weights, tiny_pair, without_draft
+
+from posttrainllm.adapters.loading.module import model_from_module
+
+VOCAB = 512
+BASE = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 512,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+}
+SLIDING = {"sliding_window": 32, "num_hidden_layers": 4}
+FAMILIES = {
+    "llama": {"model_type": "llama"},
+    "llama3 rope": {"model_type": "llama", "rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+    "llama, sliding": {"model_type": "llama", "layer_types": ["sliding_attention", "full_attention"] * 2, **SLIDING},
+    "mistral": {"model_type": "mistral"},
+    "qwen2": {"model_type": "qwen2"},
+    "qwen3": {"model_type": "qwen3"},
+    "gemma2": {"model_type": "gemma2", "query_pre_attn_scalar": 16},
+    "gemma2, one group": {"model_type": "gemma2", "query_pre_attn_scalar": 16, "num_key_value_heads": 4},
+    "gemma3": {"model_type": "gemma3_text", "query_pre_attn_scalar": 16, "sliding_window_pattern": 2, **SLIDING},
+    "phi3": {"model_type": "phi3"},
+    "phi3, longrope": {
+        "model_type": "phi3",
+        "max_position_embeddings": 512,
+        "original_max_position_embeddings": 256,
+        "rope_scaling": {"type": "longrope", "long_factor": [1.5] * 8, "short_factor": [1.0] * 8},
+    },
+}
+SLIDING_FAMILIES = [name for name in FAMILIES if FAMILIES[name].get("sliding_window")]
+FORMATS = ["float32", "bfloat16", "4-bit", "8-bit", "mixed"]
+PROMPTS = ([3], [4, 5, 6, 7], [8, 9] * 20)
+
+
+def family_module(family: str, form: str, *, seed: int = 1, **changes):
+    """A random model of a family, dense or quantised."""
+    config = BASE | FAMILIES[family] | changes
+    model_class, args_class = _get_classes(config)
+    module = model_class(args_class.from_dict(config))
+    dtype = form if form in ("float32", "bfloat16") else "float32"
+    random_weights(module, seed=seed, dtype=getattr(mx, dtype))
+    if form in ("4-bit", "8-bit"):
+        nn.quantize(module, group_size=32, bits=int(form[0]))
+    if form == "mixed":  # as recipes that spare some layers do: 8 bits for the values and the head, 4 for the rest
+        nn.quantize(
+            module,
+            class_predicate=lambda path, layer: (
+                hasattr(layer, "to_quantized")
+                and {"group_size": 32, "bits": 8 if "v_proj" in path or "embed" in path else 4}
+            ),
+        )
+    return module, dtype
+
+
+def family_pair(family: str, form: str, *, draft: str = "random"):
+    """A pair whose target is of the family, drafted for by itself or by a random Llama."""
+    module, dtype = family_module(family, form)
+    target = model_from_module(module, name=family, dtype=dtype, context=512)
+    pair = tiny_pair(dtype=dtype, vocab=VOCAB)
+    return attrs.evolve(pair, target=target, draft=target if draft == "same" else pair.draft)
+
+
+def check_against_the_reference(family, form, draft_k, draft, count):
+    pair = family_pair(family, form, draft=draft)
+    ids = decode(pair, PROMPTS, width=draft_k + 1, count=count)
+    assert ids == decode(without_draft(pair), PROMPTS, width=draft_k + 1, count=count)
+
+
+# every family with every format and every draft once, pairwise; the rest is in the slower set
+PAIRWISE = [
+    (family, FORMATS[index % len(FORMATS)], (1, 4)[(index // 2 + index) % 2], ("same", "random")[index % 2])
+    for index, family in enumerate(FAMILIES)
+]
+REST = [
+    (family, form, draft_k, draft)
+    for family in FAMILIES
+    for form in FORMATS
+    for draft_k, draft in ((1, "random"), (4, "same"))
+    if (family, form, draft_k, draft) not in PAIRWISE
+]
+
+
+@pytest.mark.parametrize(("family", "form", "draft_k", "draft"), PAIRWISE)
+def test_greedy_output_equals_the_reference(family, form, draft_k, draft):
+    check_against_the_reference(family, form, draft_k, draft, 128 if family in SLIDING_FAMILIES else 40)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "form", "draft_k", "draft"), REST)
+def test_greedy_output_equals_the_reference_in_the_whole_matrix(family, form, draft_k, draft):
+    check_against_the_reference(family, form, draft_k, draft, 128 if family in SLIDING_FAMILIES else 40)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_it_emits_what_mlx_lms_own_cache_path_would(family):
+    """Case: a rotating cache keeps rejected tokens after it wraps. Ours keeps all and masks; theirs rotates at 32.
+
+    Theirs is fed our ids one by one: at every position ours has to be its best id, or tie with it to rounding.
+    """
+    ids = decode(family_pair(family, "float32"), [PROMPTS[1]], width=5, count=128)[0]
+    module, _ = family_module(family, "float32")
+    cache = make_prompt_cache(module)
+    logits = [module(mx.array([PROMPTS[1]], dtype=mx.int32), cache=cache)[0, -1]]
+    for index in ids[:-1]:
+        logits.append(module(mx.array([[index]], dtype=mx.int32), cache=cache)[0, -1])
+    theirs = mx.stack(logits)  # [128, V]
+    short_of_best = mx.max(theirs, axis=-1) - mx.take_along_axis(theirs, mx.array(ids)[:, None], axis=-1)[:, 0]
+    assert mx.max(short_of_best) < 1e-3 * mx.max(mx.abs(theirs))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_row_does_not_depend_on_the_rows_beside_it(family):
+    """Three rows of a batch against each alone: a mask that is broadcast over the wrong axis shows here."""
+    pair = family_pair(family, "float32")
+    together = decode(pair, PROMPTS, width=5, count=40)
+    assert together == [decode(pair, [prompt], width=5, count=40)[0] for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("family", SLIDING_FAMILIES)
+def test_a_sliding_window_forgets_what_lies_behind_it(family):
+    """With windows in all layers, what stands more than layers x window back cannot change the logits."""
+    sliding = {"layer_types": ["full_attention"] + ["sliding_attention"] * 3} if family.startswith("llama") else {}
+    module, dtype = family_module(family, "float32", sliding_window=4, **sliding)
+    model = model_from_module(module, name=family, dtype=dtype, context=512)
+    full = model_from_module(
+        family_module(family, "float32", sliding_window=512, **sliding)[0], name=family, dtype=dtype, context=512
+    )
+    ids, start = mx.arange(2, 42, dtype=mx.int32)[None], mx.zeros((1,), dtype=mx.int32)
+    short, long = (m.forward(ids, m.make_kv(1, 64), start)[0] for m in (model, full))
+    assert mx.allclose(short[:, :4], long[:, :4], atol=1e-5)  # inside the window nothing is forgotten
+    assert not mx.allclose(short[:, -1], long[:, -1], atol=1e-3)

@@ -10,6 +10,7 @@ import click
 
 from posttrainllm.adapters.gate.prompts import read_prompts
 from posttrainllm.adapters.loading.pair import DTYPES
+from posttrainllm.adapters.options import check_k
 from posttrainllm.kernel.errors import UsageError
 
 if TYPE_CHECKING:  # they import MLX, and --help must not
@@ -40,7 +41,8 @@ def gate(*, strict: bool, report: bool, as_json: bool, **options: Any) -> None:
     """Prove on this machine that a draft changes nothing but the speed.
 
     Decodes prompts with the draft and without, and compares: identical, width-identical (only near-ties differ from
-    width 1) or broken. MODEL is a directory or an id of the hub; without it, the embedded pair. The verdict is kept, and `sample` heeds a broken one.
+    width 1) or broken. MODEL is a directory or an id of the hub; without it, the embedded pair. The verdict is kept,
+    and `sample` heeds a broken one.
     """
     if report and as_json:
         raise UsageError("got both --report and --json, expected one of them")
@@ -84,9 +86,7 @@ def checked(
     Raises:
         PosttrainllmError: see `posttrainllm.kernel.errors`.
     """
-    from posttrainllm.adapters.params import MAX_DRAFT_K, check_width
-
-    check_width("draft-k", draft_k, 1, MAX_DRAFT_K)
+    check_k(draft_k)
     if max_tokens < 1:
         raise UsageError(f"--max-tokens: got {max_tokens}, expected 1 or more")
     texts = read_prompts(prompts_file, prompts)

@@ -10,8 +10,11 @@ import mlx.core as mx
 import pytest
 from support import bare_tokenizer, table_pair, tiny_pair
 
+from posttrainllm.adapters.batch import decode
+from posttrainllm.adapters.gate import kl
+from posttrainllm.adapters.gate.paths import PATHS
 from posttrainllm.adapters.gate.plan import plan
-from posttrainllm.adapters.gate.prompts import Prompt
+from posttrainllm.adapters.gate.prompts import Prompt, read_prompts
 from posttrainllm.adapters.gate.run import run_gate
 from posttrainllm.kernel import accept, draft, pure_step
 
@@ -130,6 +133,38 @@ def test_a_fault_of_the_ratio_rule_is_broken_by_the_law_alone(monkeypatch, fault
     assert path.verdict == "broken"
     for words in (path.title, "leviathan", "KL divergence", "draws", "of a step"):
         assert words in path.reason
+
+
+SMALL = {
+    f"accepts {factor} times as often": (
+        accept.leviathan_accepts,
+        "uniforms * by_draft < by_target",
+        f"uniforms * by_draft < {factor} * by_target",
+    )
+    for factor in (0.9, 1.1, 1.25)
+}
+FOUND = {"none": (None, 4, False), **{name: (LAWS[name], 4, True) for name in list(LAWS)[:4]}}
+UNCERTAIN = {name: (fault, 1, None) for name, fault in SMALL.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [*FOUND.values(), *UNCERTAIN.values()], ids=[*FOUND, *UNCERTAIN])
+def test_what_2048_draws_of_the_embedded_pair_find(monkeypatch, embedded_pair, case, request):
+    """The table in docs/techniques/precision.md: -s prints it. A right rule fails with probability 4e-6."""
+    fault, sets, found = case
+    if fault is not None:
+        plant(monkeypatch, *fault)
+    pair = attrs.evolve(embedded_pair)  # without the steps that were compiled before
+    planned = plan(pair, read_prompts(None, 100), draft_k=4, max_tokens=128, cut=True, drawn=16)
+    ratios = []
+    for number in range(sets):
+        drawn = [attrs.evolve(one, seed=one.seed + 10_000 * number) for one in planned.drawn]
+        runs = decode(PATHS[0].candidate(pair, planned.shape), drawn)
+        laws = kl.compare(*kl.positions_in_law(pair, planned.shape, drawn, runs), planned.shape.width)
+        ratios.append(max(law.kl / law.epsilon for law in laws))
+    print(request.node.callspec.id, [round(ratio, 2) for ratio in sorted(ratios)])
+    if found is not None:
+        assert all((ratio > 1) == found for ratio in ratios), ratios
 
 
 def test_a_draft_cache_one_behind_costs_acceptance_and_nothing_else(monkeypatch):

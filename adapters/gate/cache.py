@@ -164,15 +164,16 @@ def _setting(pair: Pair, draft_k: int) -> dict[str, Any]:
 
 
 def _source_hash() -> str:
-    """Hash of the step's own source: a working copy changes between releases."""
+    """Hash of the sources of the step and of the gate itself: a working copy changes between releases."""
     import posttrainllm.adapters
     import posttrainllm.kernel
 
     digest = hashlib.sha256()
     kernel, adapters = (Path(str(package.__file__)).parent for package in (posttrainllm.kernel, posttrainllm.adapters))
-    for file in [*sorted(kernel.glob("*.py")), adapters / "engine.py", *sorted((adapters / "loading").glob("*"))]:
-        if file.suffix in (".py", ".c"):
-            digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
+    folders = (kernel, adapters / "loading", adapters / "gate")
+    files = [file for folder in folders for file in sorted(folder.glob("*")) if file.suffix in (".py", ".c")]
+    for file in [*files, adapters / "engine.py", adapters / "batch.py"]:
+        digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 
 

@@ -7,12 +7,14 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from support import decode, table_pair, tiny_pair, without_draft
+from test_families import FAMILIES, family_pair
 
 from posttrainllm.adapters import engine as engine_module
 from posttrainllm.adapters.engine import Engine
 from posttrainllm.adapters.replay.facts import step_facts
 from posttrainllm.adapters.replay.reading import read_trace
 from posttrainllm.adapters.replay.replayer import Replayer
+from posttrainllm.adapters.replay.report import step_lines
 from posttrainllm.adapters.replay.verify import verify, view_step
 from posttrainllm.adapters.replay.writer import TraceWriter, record
 from posttrainllm.adapters.rows import RowRequest
@@ -372,7 +374,9 @@ def test_the_decisions_in_words_agree_with_what_was_emitted(tmp_path, pair):
         for step in trace.steps:
             view, divergence = view_step(replayer, trace, step.step)
             assert divergence is None
-            entries = step_facts(view, trace.header, pair.tokenizer)["positions"]
+            facts = step_facts(view, trace.header, pair.tokenizer)
+            assert facts["accepted_by_rule"] == step.accepted
+            entries = facts["positions"]
             decisions = [entry["decision"].split(":")[0] for entry in entries]
             assert decisions.count("accepted") == step.accepted
             assert [entry["emitted"] for entry in entries if entry["emitted"] is not None] == list(step.emitted)
@@ -380,6 +384,15 @@ def test_the_decisions_in_words_agree_with_what_was_emitted(tmp_path, pair):
             assert ends == [entry["position"] >= trace.header.limit for entry in entries]
             words |= set(decisions)
     assert words == {"accepted", "refused", "not reached", "not proposed", "the target's own", "behind the limit"}
+
+
+def test_a_step_that_parts_from_the_arithmetic_shown_says_so(tmp_path, pair):
+    trace = recorded(tmp_path, pair, temperature=0.8)
+    view, _ = view_step(Replayer(pair, trace), trace, 2)
+    for accepted, said in ((view.ran.accepted, False), (view.ran.accepted + 1, True)):
+        wrong = attrs.evolve(view, ran=attrs.evolve(view.ran, accepted=accepted))
+        lines = step_lines(step_facts(wrong, trace.header, pair.tokenizer), trace, pair.tokenizer)
+        assert any(line.startswith(f"the step accepted {accepted}; by the values above") for line in lines) == said
 
 
 def test_every_cut_of_a_trace_replays_what_is_whole(tmp_path, pair):
@@ -488,3 +501,24 @@ def test_a_trace_that_cannot_be_opened_is_one_line(tmp_path, pair):
         TraceWriter(tmp_path / "no" / "such")
     with pytest.raises(TraceError, match="/dev/full: cannot be written: No space left"):
         record("/dev/full", pair, request_of(), width=5, capacity=256, fingerprints=PRINTS)
+
+
+QUICK = [("qwen2", "bfloat16"), ("gemma3", "float32"), ("llama", "4-bit")]
+ALL = [(family, form) for family in FAMILIES for form in ("float32", "bfloat16", "4-bit")]
+
+
+@pytest.mark.parametrize(
+    ("family", "form"), [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in ALL]
+)
+def test_runs_of_other_families_replay_with_the_same_bits(tmp_path, family, form):
+    pair = family_pair(family, form, draft="same")
+    trace = recorded(tmp_path, pair, prompt=(5, 6, 7) * 20, count=16, temperature=0.8)
+    middle = len(trace.steps) // 2
+    ran, refilled = Replayer(pair, trace), Replayer(pair, trace)
+    ran.seek(0)
+    for step in trace.steps[:middle]:
+        ran.run(step)
+    refilled.seek(middle)
+    assert_same_bits(refilled.state, ran.state)
+    assert verify(refilled, trace, first=middle).divergence is None
+    assert verify(Replayer(pair, trace, compiled=False), trace, first=middle).divergence is None

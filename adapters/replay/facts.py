@@ -36,6 +36,7 @@ def step_facts(view: StepView, header: Header, tokenizer: Tokenizer) -> dict[str
     return {
         "step": view.record.step,
         **{name: getattr(ran, name) for name in ("length", "window", "proposed", "accepted", "finite", "key", "mode")},
+        "accepted_by_rule": min(_stood(view), header.limit - ran.length) if ran.finite else ran.accepted,
         "emitted": [{"id": number, "text": _text(tokenizer, number)} for number in ran.tokens],
         "positions": positions,
     }
@@ -54,24 +55,29 @@ def _proposal(view: StepView, index: int, tokenizer: Tokenizer) -> dict[str, Any
     }
 
 
+def _stood(view: StepView) -> int:
+    """How many proposals stand by the rule, from what the explanation computed; the step has its own count."""
+    verdicts = view.explanation["accepts"][: view.explanation["proposed"]]
+    return verdicts.index(False) if False in verdicts else len(verdicts)
+
+
 def _decision(view: StepView, index: int, header: Header, tokenizer: Tokenizer) -> str:
     """Why a position came out as it did."""
     ran, explanation = view.ran, view.explanation
-    verdicts = explanation["accepts"][: explanation["proposed"]]
-    stood = verdicts.index(False) if False in verdicts else len(verdicts)
+    proposed, stood = explanation["proposed"], _stood(view)
     if not ran.finite:
         return "not finite: nothing is emitted"
     if ran.length + index >= header.limit:
         return "behind the limit"
     if index > stood:
-        return "not proposed" if len(verdicts) <= index < header.proposals else "not reached"
+        return "not proposed" if proposed <= index < header.proposals else "not reached"
     draw = token_text(tokenizer, explanation["choice"][index])
-    by_ratio = explanation["by_ratio"] and index < len(verdicts)
+    by_ratio = explanation["by_ratio"] and index < proposed
     if index < stood:
         return "accepted: u < p/q" if by_ratio else "accepted: the target's own"
     if by_ratio:
         return f"refused: u >= p/q; {token_text(tokenizer, explanation['residual'][index])} from max(p-q, 0)"
-    if index < len(verdicts):
+    if index < proposed:
         return f"refused: the target's is {draw}"
     return f"the target's own: {draw}"
 

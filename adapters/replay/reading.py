@@ -60,7 +60,8 @@ def _parse(path: str, data: bytes) -> Trace:
             raise TraceError(f"line {number}: got a line behind the end, expected none")
         if "end" in line.value:
             end = line.text("end")
-            line.integer("steps", len(steps), len(steps))
+            if end != "cancelled":
+                line.integer("steps", len(steps), len(steps))
         else:
             steps.append(_step(line, header, len(steps)))
     return Trace(path=path, header=header, steps=tuple(steps), end=end, torn=torn)

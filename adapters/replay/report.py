@@ -138,9 +138,17 @@ def step_lines(facts: dict[str, Any], trace: Trace, tokenizer: Tokenizer) -> lis
         f"proposed {facts['proposed']}, accepted {facts['accepted']}, emitted {len(facts['emitted'])}, "
         f"key {facts['key'][0]:08x} {facts['key'][1]:08x}",
         *(f"{entry['position']} {entry['decision']}" for entry in decided),
+        *_disagreement(facts),
         "margin: the target's largest logit minus its second"
         + ("; p, q: at temperature 1, they decide nothing" if header.drafted and header.temperature == 0 else ""),
     ]
+
+
+def _disagreement(facts: dict[str, Any]) -> list[str]:
+    """Said when the step and the arithmetic shown here part: in last bits, or because one of them is wrong."""
+    if facts["accepted"] == facts["accepted_by_rule"]:
+        return []
+    return [f"the step accepted {facts['accepted']}; by the values above it would be {facts['accepted_by_rule']}"]
 
 
 def as_json(divergence: Divergence | None, facts: dict[str, Any] | None) -> dict[str, Any]:

@@ -8,7 +8,7 @@ the next step is read, so a killed run leaves all its steps but possibly the las
     {"end": "length", "steps": 16}
 
 A step's line has `margins` where the engine computed them, `finite` when it is false, and `mode` and `narrow_draft`
-when they are not the header's, as happens to a row among others.
+when they are not the header's, as happens to a row among others. A cancelled run's end has no count.
 """
 
 from typing import Any

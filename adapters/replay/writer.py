@@ -84,7 +84,8 @@ class TraceWriter:
         Args:
             reason: "length", "stop" or "cancelled".
         """
-        self._write({"end": reason, "steps": self._steps})
+        # Ctrl-C may have come between a step's line and its count
+        self._write({"end": reason} if reason == "cancelled" else {"end": reason, "steps": self._steps})
         self.close()
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ __all__ = ["TEMPERATURE", "Plan", "plan"]
 TEMPERATURE = 1.0
 """Of everything drawn."""
 _ROWS = 16  # on a CPU more cost more: their products take several threads, which wait for each other
-_COUPLED = (16, 48)  # prompts, ids of each
+_COUPLED = (16, 32)  # prompts, ids of each
 _DRAWN = {"cpu": 16, "gpu": 64}  # requests; on a CPU these take 7 s with the embedded pair
 _DRAWN_TOKENS = 128
 

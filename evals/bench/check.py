@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from posttrainllm.evals.bench.summary import complete
+from posttrainllm.evals.bench.summary import missing_fields
 
 __all__ = ["check", "problems"]
 
@@ -16,12 +16,12 @@ _SETTING = (
 )
 
 
-def problems(text: str, least: float) -> list[str]:
+def problems(text: str, min_accept_rate: float) -> list[str]:
     """Find what is wrong with a JSON line.
 
     Args:
         text: the line.
-        least: accept rate that every speculative row of ours has to reach.
+        min_accept_rate: accept rate that every speculative row of ours has to reach.
 
     Returns:
         One line each; none when all is well.
@@ -30,14 +30,16 @@ def problems(text: str, least: float) -> list[str]:
         result = json.loads(text)
         table = result["rows"]
         found = [f"{name} is missing" for name in _SETTING if result.get(name) in (None, [])]
-        found += [f"{what} is missing" for what in complete(table)]
-        ours = [row for row in table if not row["name"].startswith("mlx-lm")]
+        found += [f"{what} is missing" for what in missing_fields(table)]
+        ours = [row for row in table if row["engine"] == "posttrainllm"]
         drafted = [row for row in ours if row["draft_k"]]
-        found += [f"{row['name']}: {row['equal']} of {row['of']} equal the reference" for row in ours if row["failed"]]
         found += [
-            f"{row['name']}: got accept rate {row['accept_rate']}, expected {least} or more"
+            f"{row['name']}: {row['equal']} of {row['prompts']} equal the reference" for row in ours if row["failed"]
+        ]
+        found += [
+            f"{row['name']}: got accept rate {row['accept_rate']}, expected {min_accept_rate} or more"
             for row in drafted
-            if (row["accept_rate"] or 0.0) < least
+            if (row["accept_rate"] or 0.0) < min_accept_rate
         ]
         found += [] if drafted else ["no speculative row"]
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -54,7 +54,7 @@ def pair_options(*, draft_k: bool = True) -> Callable[[_Command], _Command]:
             type=click.Choice(["auto", "float32", "float16", "bfloat16"]),
             default="auto",
             show_default=True,
-            help="Type of the weights. auto: the checkpoint's, or float32 on a CPU with OpenBLAS.",
+            help="Type of the weights. auto: the checkpoint's, or float32 where that is faster on a CPU.",
         )
     )
     return _together(*options)

@@ -70,8 +70,8 @@ def load_pair(
         model: the target, a directory or an id of the hub.
         draft_model: the draft, the same.
         speculate: False loads no draft.
-        dtype: one of DTYPES, for both models. "auto" is each checkpoint's own, except on a CPU with a real BLAS, where
-            float32 holds the same weights without loss and is faster.
+        dtype: one of DTYPES, for both models. "auto" is each checkpoint's own, except on a CPU: float32 holds the same
+            weights without loss and is faster there, given a real BLAS or quantised weights.
 
     Returns:
         The loaded pair.
@@ -113,7 +113,7 @@ def load_pair(
 def _resolve_dtype(dtype: str, checkpoint: Checkpoint, runtime: Runtime) -> str:
     if dtype != "auto":
         return dtype
-    if runtime.device == "cpu" and runtime.fast_float32 and not checkpoint.quantized:
+    if runtime.device == "cpu" and (runtime.fast_float32 or checkpoint.quantized):
         return "float32"
     return checkpoint.dtype
 

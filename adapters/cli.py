@@ -16,6 +16,7 @@ __all__ = ["cli", "main"]
 _COMMANDS = {
     "bench": ("posttrainllm.evals.throughput:bench", "Measure decoding with a draft and without, beside mlx-lm."),
     "chat": ("posttrainllm.adapters.chat.command:chat", "Talk with a model on the terminal."),
+    "replay": ("posttrainllm.adapters.replay.command:replay", "Run a recorded decoding again, bit for bit."),
     "sample": ("posttrainllm.adapters.sample.command:sample", "Decode one prompt, with a draft or without."),
 }
 

@@ -14,11 +14,12 @@ import numpy.typing as npt
 
 from posttrainllm.adapters.loading.memory import Forecast
 from posttrainllm.adapters.loading.pair import Pair
-from posttrainllm.adapters.rows import RowRequest, RowStep, sampling_of, smallest_mode
+from posttrainllm.adapters.rows import RowPlace, RowRequest, RowStep, read_rows, sampling_of, smallest_mode
 from posttrainllm.kernel.cache import insert_request, insert_row
 from posttrainllm.kernel.config import Mode, StepConfig
 from posttrainllm.kernel.draft import Draft
 from posttrainllm.kernel.errors import CapacityError
+from posttrainllm.kernel.forward import Forward
 from posttrainllm.kernel.noise import root_key
 from posttrainllm.kernel.pure_step import Prefill, Step, compile_prefill, compile_step
 from posttrainllm.kernel.state import DecodeState, KVCache, StepOutput
@@ -55,6 +56,7 @@ class Engine:
         capacity: C; a row may grow to C - 1.
         width: W.
         diagnostics: whether steps report logit margins.
+        chunk: P; None takes the device's own.
 
     Raises:
         CapacityError: the shapes make no engine.
@@ -69,6 +71,7 @@ class Engine:
         width: int,
         rows: int = 1,
         diagnostics: bool = False,
+        chunk: int | None = None,
     ) -> None:
         narrowest = 1 if pair.draft is None else 2
         if rows < 1 or width < narrowest or capacity < width + 2:
@@ -80,8 +83,8 @@ class Engine:
         self._vocab_size = pair.vocab_size
         self.steps = 0
         self._compiled = pair.runtime.compiled
-        self._diagnostics = diagnostics
-        self._chunk = prefill_chunk(pair.runtime.device)
+        self.diagnostics = diagnostics
+        self.chunk = chunk or prefill_chunk(pair.runtime.device)
         self._depth = 0
         self._models = [pair.target] if pair.draft is None else [pair.target, pair.draft]
         self.forecast = Forecast(
@@ -93,7 +96,8 @@ class Engine:
         self.forecast.check()
         self._requests: list[RowRequest | None] = [None] * rows
         self._epochs = [0] * rows
-        self._in_flight: deque[tuple[tuple[int, ...], StepOutput]] = deque()
+        self._places: dict[int, RowPlace] = {}
+        self._in_flight: deque[tuple[tuple[int, ...], StepConfig, mx.array, StepOutput]] = deque()
         kv = [model.make_kv(rows, capacity) for model in self._models]
         self._state: DecodeState | None = DecodeState(
             tokens=mx.zeros((rows, capacity), dtype=mx.int32),
@@ -135,6 +139,7 @@ class Engine:
         del state, prefilled, caches
         mx.eval(self._state.to_tree())
         self._requests[row] = request
+        self._places[row] = RowPlace(length=length, last=int(request.prompt[-1]))
         self._epochs[row] += 1
         self._sampling = sampling_of(self._requests)
 
@@ -164,50 +169,60 @@ class Engine:
         started = time.perf_counter()
         while len(self._in_flight) <= self._depth:
             self._launch()
-        epochs, output = self._in_flight.popleft()
+        epochs, config, keys, output = self._in_flight.popleft()
         self.steps += 1
-        tokens, emitted = np.array(output.tokens), np.array(output.emitted)
-        proposed, accepted = np.array(output.proposed), np.array(output.accepted)
-        finite, margin = np.array(output.finite), np.array(output.margin)
-        self._depth = 1 if time.perf_counter() - started < _PIPELINED_BELOW_S else 0
-        return {
-            row: RowStep(
-                tokens=tuple(tokens[row, : emitted[row]].tolist()),
-                proposed=int(proposed[row]),
-                accepted=int(accepted[row]),
-                finite=bool(finite[row]),
-                margins=tuple(margin[row, : emitted[row]].tolist()),
-            )
+        current = {
+            row: self._places[row]
             for row in range(self.rows)
             if self._requests[row] is not None and epochs[row] == self._epochs[row]
         }
+        steps = read_rows(output, keys, current, config)
+        self._depth = 1 if time.perf_counter() - started < _PIPELINED_BELOW_S else 0
+        self._places |= {row: place.after(steps[row]) for row, place in current.items()}
+        return steps
+
+    def hand_over(self) -> DecodeState:
+        """Give the state away, for whoever steps it; this engine cannot step any more."""
+        state, self._state = self._take(), None
+        return state
 
     def _launch(self) -> None:
-        step = self._step_for(smallest_mode(self._requests))
+        config = self.config_for(smallest_mode(self._requests))
+        step = self.step_for(config)
         # nothing may hold the old state while the new one is evaluated, or its buffers are copied
         state, self._state = self._take(), None
         self._state, output = step(state, self._sampling)
         del state
         mx.async_eval(self._state.to_tree(), output.to_tree())  # type: ignore[no-untyped-call] # as MLX declares it
-        self._in_flight.append((tuple(self._epochs), output))
+        self._in_flight.append((tuple(self._epochs), config, self._state.key, output))
 
-    def _step_for(self, mode: Mode) -> Step:
-        config = StepConfig(
+    def config_for(self, mode: Mode) -> StepConfig:
+        """Static shape of this engine's steps in a mode."""
+        return StepConfig(
             width=self.width,
             vocab_size=self._vocab_size,
             mode=mode,
             narrow_draft=draft_width(self.pair.runtime.device, mode) == 1,
-            diagnostics=self._diagnostics,
+            diagnostics=self.diagnostics,
         )
+
+    def step_for(self, config: StepConfig) -> Step:
+        """The compiled step of a configuration, on this engine's models."""
         key = (config, self._compiled)
         if key not in self.pair.compiled:
-            model = self.pair.draft
-            draft = None
-            if model is not None:
-                draft = Draft(forward=model.forward, vocab_size=model.vocab_size, context=model.context)
-            self.pair.compiled[key] = compile_step(config, self.pair.target.forward, draft, compiled=self._compiled)
+            target, draft = self.models
+            self.pair.compiled[key] = compile_step(config, target, draft, compiled=self._compiled)
         step: Step = self.pair.compiled[key]
         return step
+
+    @property
+    def models(self) -> tuple[Forward, Draft | None]:
+        """The target's forward and the draft, as the kernel takes them."""
+        model = self.pair.draft
+        if model is None:
+            return self.pair.target.forward, None
+        draft = Draft(forward=model.forward, vocab_size=model.vocab_size, context=model.context)
+        return self.pair.target.forward, draft
 
     def _prefill_for(self, index: int) -> Prefill:
         key = (index, self._compiled)
@@ -221,9 +236,9 @@ class Engine:
         kv = self._models[index].make_kv(1, self.capacity)
         prefill = self._prefill_for(index)
         last_id = self._models[index].vocab_size - 1  # a draft may know fewer ids than the target
-        for start in range(0, count, self._chunk):
-            chunk = np.zeros((1, self._chunk), dtype=np.int32)
-            known = tokens[:, start : min(start + self._chunk, count)]
+        for start in range(0, count, self.chunk):
+            chunk = np.zeros((1, self.chunk), dtype=np.int32)
+            known = tokens[:, start : min(start + self.chunk, count)]
             chunk[:, : known.shape[1]] = np.minimum(known, last_id)
             kv = prefill(mx.array(chunk), kv, mx.array([start], dtype=mx.int32))
             mx.eval(kv)

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
 
 import attrs
 import mlx.core as mx
@@ -15,7 +16,20 @@ from posttrainllm.adapters.rows import RowRequest, RowStep
 from posttrainllm.adapters.text import IncrementalDecoder, StopMatcher
 from posttrainllm.kernel.errors import CapacityError, NonFiniteError, UsageError
 
-__all__ = ["Generation"]
+__all__ = ["Generation", "Recorder"]
+
+
+class Recorder(Protocol):
+    """What wants to see every step of a generation, as `replay.writer.TraceWriter` does."""
+
+    def begin(self, engine: Engine, row: int, request: RowRequest) -> None:
+        """Before the prefill: what is decoded, and on what."""
+
+    def step(self, step: RowStep) -> None:
+        """Behind each step, before its ids are looked at."""
+
+    def end(self, reason: str) -> None:
+        """After the last one, with the finish reason."""
 
 
 class Generation:
@@ -27,6 +41,7 @@ class Generation:
         params: the request.
         draft_k: K, with a draft.
         plain_width: W, without one; K + 1 makes it the reference of a speculative run.
+        recorder: sees every step; None for nobody.
 
     Raises:
         UsageError: `draft_k` or `plain_width` is out of range.
@@ -42,10 +57,11 @@ class Generation:
         *,
         draft_k: int = 4,
         plain_width: int = 1,
+        recorder: Recorder | None = None,
     ) -> None:
         draft_k = check_width("draft-k", draft_k, 1, MAX_DRAFT_K)
         plain_width = check_width("plain-width", plain_width, 1, MAX_DRAFT_K + 1)
-        self.pair, self.params = pair, params
+        self.pair, self.params, self._recorder = pair, params, recorder
         self._draft_k = draft_k if pair.draft is not None else 0
         self._prompt = _ids(pair, prompt)
         context = pair.target.context
@@ -91,15 +107,22 @@ class Generation:
 
     def _run(self) -> Iterator[Chunk]:
         """Prefill, then step until the end."""
+        if self._recorder is not None:
+            self._recorder.begin(self._engine, 0, self._request)
         started = time.perf_counter()
         self._engine.insert(0, self._request)
         self._prefill_s = time.perf_counter() - started
         while self._reason is None:
-            chunk = self._absorb(self._engine.step()[0])
+            step = self._engine.step()[0]
+            if self._recorder is not None:
+                self._recorder.step(step)
+            chunk = self._absorb(step)
             now = time.perf_counter() - started
             if self._first_count == 0:
                 self._ttft_s, self._first_count = now, len(self._ids)
             self._decode_s = now - self._ttft_s
+            if self._recorder is not None and self._reason is not None:
+                self._recorder.end(self._reason)
             yield chunk
 
     def cancel(self) -> Chunk:
@@ -107,6 +130,8 @@ class Generation:
         if self._reason is not None:
             return Chunk(text="", token_ids=(), finish_reason=self._reason)
         self._reason = "cancelled"
+        if self._recorder is not None:
+            self._recorder.end("cancelled")
         return self._chunk(self._tail(), ())
 
     def result(self) -> Result:

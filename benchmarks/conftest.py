@@ -65,7 +65,8 @@ def pytest_benchmark_group_stats(
 
 @pytest.hookimpl(trylast=True)  # behind pytest-benchmark's table
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Print tokens a second, then one JSON line."""
+    """Print tokens a second, what recording costs, then one JSON line."""
+    recording = _recording(terminalreporter)
     repeats = _whole_repeats(config.stash.get(_ROUNDS, []))
     if not repeats:
         return
@@ -87,7 +88,20 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
                 f"{result['reference_ids']}/{len(repeats)}",
             )
         )
-    terminalreporter.write_line(json.dumps(_setting(config, repeats) | {"results": results}))
+    terminalreporter.write_line(json.dumps(_setting(config, repeats) | {"results": results, "recording": recording}))
+
+
+def _recording(terminalreporter: pytest.TerminalReporter) -> Any:
+    """What test_recording.py measured, printed; None where it did not run."""
+    reports = terminalreporter.getreports("passed")
+    found = [value for report in reports for name, value in report.user_properties if name == "recording"]
+    for cost in found:
+        terminalreporter.write_line(
+            f"\nrecording a trace: {cost['share_of_decode']:.2%} of the decode time in the recorder (median of "
+            f"{cost['prompts']} prompts, {cost['share_range'][0]:.2%} to {cost['share_range'][1]:.2%}); "
+            f"decode time with / without {cost['decode_time_ratio']:.3f}"
+        )
+    return found[0] if found else None
 
 
 def _whole_repeats(rounds: list[dict[str, Any]]) -> list[dict[str, dict[str, Any]]]:

@@ -41,7 +41,9 @@ class Proposal:
     kv: KVCache
 
 
-def propose(config: StepConfig, draft: Draft, state: DecodeState, sampling: Sampling) -> Proposal:
+def propose(
+    config: StepConfig, draft: Draft, state: DecodeState, sampling: Sampling, recorded: mx.array | None = None
+) -> Proposal:
     """Draw K ids a row from the draft, one after the other.
 
     A row proposes fewer where its request says so, where its limit or the draft's context ends, and from the first
@@ -52,6 +54,7 @@ def propose(config: StepConfig, draft: Draft, state: DecodeState, sampling: Samp
         draft: the model.
         state: B rows, `draft_kv` valid for positions [0, length - 2).
         sampling: B rows; the same warps apply to draft and target.
+        recorded: int32 [B, K], proposals of an earlier run, to be fed in place of what the draft draws now.
 
     Returns:
         The proposals and the draft's cache, valid up to the last proposal but one.
@@ -72,7 +75,10 @@ def propose(config: StepConfig, draft: Draft, state: DecodeState, sampling: Samp
         logits = _fit(logits[:, -1:], config.vocab_size)  # [B, 1 or 2, V] -> [B, 1, V]
         warped.append(warp(logits, sampling, filters=config.filters))
         finite.append(mx.all(mx.isfinite(logits[..., : draft.vocab_size]), axis=-1))
-        drawn = choose(warped[-1], sampling, None if own_noise is None else own_noise[:, index : index + 1])
+        if recorded is None:
+            drawn = choose(warped[-1], sampling, None if own_noise is None else own_noise[:, index : index + 1])
+        else:
+            drawn = recorded[:, index : index + 1]
         tokens.append(drawn)  # [B, 1]
         if config.narrow_draft:
             window, start = drawn, length + index

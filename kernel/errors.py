@@ -11,6 +11,7 @@
     ├── CapacityError            a prompt or a request does not fit the context
     ├── MemoryLimitError         the run would need more memory than there is
     ├── BackendError             MLX itself cannot be used here
+    ├── TraceError               a trace cannot be written, read, or replayed here
     └── NonFiniteError           a step computed logits that are not finite
 """
 
@@ -23,6 +24,7 @@ __all__ = [
     "NonFiniteError",
     "PairError",
     "PosttrainllmError",
+    "TraceError",
     "UnsupportedModelError",
     "UsageError",
 ]
@@ -62,6 +64,10 @@ class MemoryLimitError(PosttrainllmError):
 
 class BackendError(PosttrainllmError):
     """MLX cannot be imported, or its device cannot be used."""
+
+
+class TraceError(PosttrainllmError):
+    """A trace cannot be written, is no trace, or was recorded on something else."""
 
 
 class NonFiniteError(PosttrainllmError):

@@ -17,14 +17,17 @@ from posttrainllm.kernel.commit import commit
 from posttrainllm.kernel.config import StepConfig
 from posttrainllm.kernel.draft import Draft, propose
 from posttrainllm.kernel.forward import Forward
+from posttrainllm.kernel.refill import refill_step
 from posttrainllm.kernel.sampling import choose, warp
 from posttrainllm.kernel.state import DecodeState, KVCache, Sampling, StepOutput
 
 __all__ = [
     "Prefill",
+    "Refill",
     "Step",
     "compile_forward",
     "compile_prefill",
+    "compile_refill",
     "compile_step",
     "plain_step",
     "speculative_step",
@@ -32,6 +35,7 @@ __all__ = [
 
 Step: TypeAlias = Callable[[DecodeState, Sampling], tuple[DecodeState, StepOutput]]
 Prefill: TypeAlias = Callable[[mx.array, KVCache, mx.array], KVCache]
+Refill: TypeAlias = Callable[[DecodeState, mx.array, mx.array, mx.array], DecodeState]
 
 
 def speculative_step(
@@ -160,6 +164,31 @@ def compile_prefill(forward: Forward, *, compiled: bool = True) -> Prefill:
         return forward(tokens, kv, position)[1]
 
     return mx.compile(chunk) if compiled else chunk
+
+
+def compile_refill(config: StepConfig, target: Forward, draft: Draft | None = None, *, compiled: bool = True) -> Refill:
+    """Bind `refill_step` to its models and compile it, as `compile_step` does the step.
+
+    Args:
+        config: static shape of the step that is repeated.
+        target: the model whose output was recorded.
+        draft: the model that proposed; None for a plain run.
+        compiled: False runs it operation by operation.
+
+    Returns:
+        A function from (state, window, tokens, emitted) to the next state.
+    """
+
+    def on_trees(state_tree: tuple[Any, ...], *recorded: mx.array) -> tuple[Any, ...]:
+        return refill_step(config, target, draft, DecodeState.from_tree(state_tree), *recorded).to_tree()
+
+    run = mx.compile(on_trees) if compiled else on_trees
+
+    def refill(state: DecodeState, window: mx.array, tokens: mx.array, emitted: mx.array) -> DecodeState:
+        refilled: DecodeState = DecodeState.from_tree(run(state.to_tree(), window, tokens, emitted))
+        return refilled
+
+    return refill
 
 
 def compile_forward(forward: Forward) -> Forward:

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -22,6 +23,7 @@ from posttrainllm.kernel.errors import UsageError
 
 if TYPE_CHECKING:  # it imports MLX, and --help must not
     from posttrainllm.adapters.generation import Generation
+    from posttrainllm.adapters.replay.writer import TraceWriter
 
 __all__ = ["sample"]
 
@@ -42,6 +44,7 @@ __all__ = ["sample"]
 )
 @click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; may be given several times.")
 @click.option("--ignore-eos", is_flag=True, help="Go on after an end-of-text token.")
+@click.option("--record", metavar="FILE", help="Write a trace of every step, for `posttrainllm replay`.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 @click.option("--quiet", is_flag=True, help="Print no statistics.")
 @click.option("--verbose", is_flag=True, help="Print a forecast of the memory, and in what the tokenizers differ.")
@@ -58,6 +61,7 @@ def sample(
     chat_template_args: str | None,
     plain_width: int | None,
     dtype: str,
+    record: str | None,
     as_json: bool,
     quiet: bool,
     verbose: bool,
@@ -82,11 +86,12 @@ def sample(
         if chat and not pair.tokenizer.has_chat_template:
             click.echo("warning: the checkpoint has no chat template; a plain User/Assistant one is used", err=True)
         status.update("prefill; the first run on a CPU also compiles kernels, for some seconds")
-        generation = Generation(pair, ids, params, draft_k=draft_k, plain_width=plain_width or 1)
-        if verbose:
-            for line in (generation.forecast.description, *pair.notes):
-                click.echo(line, err=True)
-        code = _run(generation, echo=not as_json, stop_status=status.stop)
+        with _recorder(record) as recorder:
+            generation = Generation(pair, ids, params, draft_k=draft_k, plain_width=plain_width or 1, recorder=recorder)
+            if verbose:
+                for line in (generation.forecast.description, *pair.notes):
+                    click.echo(line, err=True)
+            code = _run(generation, echo=not as_json, stop_status=status.stop)
     result = generation.result()
     if as_json:
         click.echo(json.dumps(result.to_dict(), ensure_ascii=False))
@@ -96,6 +101,15 @@ def sample(
         print_statistics(result)
     if code:
         sys.exit(code)
+
+
+def _recorder(path: str | None) -> "AbstractContextManager[TraceWriter | None]":
+    """What --record asks for."""
+    if path is None:
+        return nullcontext()
+    from posttrainllm.adapters.replay.writer import TraceWriter
+
+    return TraceWriter(path)
 
 
 def _encode_chat(pair: Pair, text: str, system: str | None, template_args: dict[str, Any]) -> list[int]:

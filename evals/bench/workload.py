@@ -70,7 +70,7 @@ def measure_pair(
 def _references(
     pair: Pair, contenders: Sequence[Contender], prompts: Sequence[Sequence[int]], count: int, capacity: int
 ) -> dict[str, list[list[int]]]:
-    """What the speculative ones have to emit: ours what the target gives at that width, mlx-lm's what its plain loop does."""
+    """What the speculative ones have to emit: ours as plain decoding at that width, mlx-lm's as its own plain loop."""
     drafted = [one for one in contenders if one.draft_k]
     expected = {
         one.name: references(pair, one.draft_k, prompts, count, capacity)

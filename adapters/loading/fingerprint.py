@@ -1,0 +1,89 @@
+"""Content hashes that name a model and a tokenizer, whatever their directory is called.
+
+A hash covers the names, the sizes and the bytes of the files that decide what a model computes. Files above 1 GiB are
+sampled, since reading them whole would take longer than loading: 256 blocks of 1 MiB at even distances, the first (a
+safetensors header) and the last among them. A fingerprint with such a file in it ends in "~": two models that differ
+between the blocks alone would share it. Training, quantising or merging an adapter changes weights everywhere.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from posttrainllm.kernel.errors import CheckpointError
+
+__all__ = ["fingerprint", "tokenizer_fingerprint"]
+
+_WHOLE_BYTES = 2**30
+_BLOCK_BYTES = 2**20
+_BLOCKS = 256
+_TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json"),
+)
+
+
+def fingerprint(path: str | Path) -> str:
+    """Hash what decides a model's logits: its config and its weights.
+
+    Args:
+        path: a model directory (config.json and model*.safetensors), or one file with everything in it.
+
+    Returns:
+        "sha256:" and 64 hex digits; with "~" behind them where a file was sampled.
+
+    Raises:
+        CheckpointError: there is nothing to hash, or it cannot be read.
+    """
+    path = Path(path)
+    if path.is_dir():
+        return _of_files(path, [path / "config.json", *sorted(path.glob("model*.safetensors"))])
+    return _of_files(path, [path])
+
+
+def tokenizer_fingerprint(path: str | Path) -> str:
+    """Hash what decides which text an id stands for.
+
+    Args:
+        path: a model directory, or one file with everything in it.
+
+    Returns:
+        As `fingerprint`.
+
+    Raises:
+        CheckpointError: there is nothing to hash, or it cannot be read.
+    """
+    path = Path(path)
+    return _of_files(path, [path / name for name in _TOKENIZER_FILES] if path.is_dir() else [path])
+
+
+def _of_files(path: Path, files: Sequence[Path]) -> str:
+    digest, sampled, found = hashlib.sha256(), False, False
+    try:
+        for file in files:
+            if not file.is_file():
+                continue
+            size, found = file.stat().st_size, True
+            sampled |= size > _WHOLE_BYTES
+            # the name of a file that stands alone is no content
+            name = file.name if file != path else ""
+            digest.update(f"{name}\0{size}\0".encode())
+            for block in _blocks(file, size):
+                digest.update(block)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
+    if not found:
+        raise CheckpointError(f"{path}: got no file to hash, expected a model directory or file")
+    return f"sha256:{digest.hexdigest()}{'~' if sampled else ''}"
+
+
+def _blocks(file: Path, size: int) -> Iterator[bytes]:
+    """All of a file, or its sample when it is large."""
+    with file.open("rb") as stream:
+        if size <= _WHOLE_BYTES:
+            while block := stream.read(_BLOCK_BYTES):
+                yield block
+            return
+        for index in range(_BLOCKS):
+            stream.seek(index * (size - _BLOCK_BYTES) // (_BLOCKS - 1))
+            yield stream.read(_BLOCK_BYTES)

@@ -1,0 +1,214 @@
+"""A file to a trace. Whatever is wrong with it is one line: the number of the line, got and expected.
+
+Only the form is held against expectations here: that the tokens are the run's is what a replay finds out.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from posttrainllm.adapters.params import MAX_DRAFT_K, SamplingParams, is_int
+from posttrainllm.adapters.replay.trace import FORMAT, Header, StepRecord, Trace
+from posttrainllm.kernel.errors import TraceError, UsageError
+
+__all__ = ["read_trace"]
+
+_WORD = 2**32 - 1
+_MOST = 2**31 - 1
+_MODES = ("greedy", "sampled", "filtered")
+
+
+def read_trace(path: str | Path) -> Trace:
+    """Read a trace; a last line that breaks off, as after a kill, is left out.
+
+    Args:
+        path: the file.
+
+    Returns:
+        The trace.
+
+    Raises:
+        TraceError: the file cannot be read or is no trace; the text names the line.
+    """
+    try:
+        data = Path(path).read_bytes()
+    except (OSError, ValueError) as error:
+        raise TraceError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
+    try:
+        return _parse(str(path), data)
+    except TraceError as error:
+        raise TraceError(f"{path}: {error}") from None
+
+
+def _parse(path: str, data: bytes) -> Trace:
+    lines = data.split(b"\n")
+    whole = lines[-1] == b""  # a line ends in a newline
+    lines = lines[:-1] if whole else lines
+    if not lines:
+        raise TraceError("got an empty file, expected a trace")
+    torn = None
+    if not whole and _json(lines[-1]) is None:
+        torn, lines = len(lines), lines[:-1]
+    if not lines:
+        raise TraceError("line 1: got a header that breaks off, expected a whole one")
+    header = _header(_Line(1, lines[0]))
+    steps: list[StepRecord] = []
+    end = None
+    for number, text in enumerate(lines[1:], 2):
+        line = _Line(number, text)
+        if end is not None:
+            raise TraceError(f"line {number}: got a line behind the end, expected none")
+        if "end" in line.value:
+            end = line.text("end")
+            if end != "cancelled":
+                line.integer("steps", len(steps), len(steps))
+        else:
+            steps.append(_step(line, header, len(steps)))
+    return Trace(path=path, header=header, steps=tuple(steps), end=end, torn=torn)
+
+
+def _json(text: bytes) -> dict[str, Any] | None:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+class _Line:
+    """One line's object, or one inside it, whose values are taken out with a check."""
+
+    def __init__(self, number: int, text: bytes = b"", value: dict[str, Any] | None = None, prefix: str = "") -> None:
+        found = _json(text) if value is None else value
+        if found is None:
+            shown = text[:40].decode("utf-8", "replace")
+            raise TraceError(f"line {number}: got {shown!r}, expected a JSON object")
+        self.number, self.value, self._prefix = number, found, prefix
+
+    def take(self, name: str, good: Any, expected: str) -> Any:
+        """A value for which good(value) holds."""
+        if name not in self.value:
+            raise TraceError(f"line {self.number}: {self._prefix}{name} is missing, expected {expected}")
+        got = self.value[name]
+        if not good(got):
+            self.refuse(name, got, expected)
+        return got
+
+    def refuse(self, name: str, got: Any, expected: str) -> None:
+        shown = repr(got)
+        shown = shown if len(shown) <= 60 else shown[:57] + "..."
+        raise TraceError(f"line {self.number}: {self._prefix}{name}: got {shown}, expected {expected}")
+
+    def nested(self, name: str) -> "_Line":
+        value = self.take(name, lambda got: isinstance(got, dict), "an object")
+        return _Line(self.number, value=value, prefix=f"{self._prefix}{name}.")
+
+    def text(self, name: str) -> str:
+        return str(self.take(name, lambda got: isinstance(got, str), "text"))
+
+    def texts(self, name: str, *needed: str, optional: bool = False) -> dict[str, Any]:
+        """An object of texts (or null, where optional), with the needed names."""
+        inner = self.nested(name)
+        for key in dict.fromkeys((*needed, *inner.value)):
+            inner.take(key, lambda got: isinstance(got, str) or (optional and got is None), "text")
+        return inner.value
+
+    def one_of(self, name: str, options: tuple[str, ...]) -> Any:
+        return self.take(name, lambda got: isinstance(got, str) and got in options, f"one of {', '.join(options)}")
+
+    def flag(self, name: str) -> bool:
+        return bool(self.take(name, lambda got: isinstance(got, bool), "true or false"))
+
+    def integer(self, name: str, least: int, most: int) -> int:
+        expected = f"{least}" if least == most else f"{least} to {most}"
+        return int(self.take(name, lambda got: is_int(got) and least <= got <= most, expected))
+
+    def integers(self, name: str, least: int, most: int, below: int) -> tuple[int, ...]:
+        """`least` to `most` numbers, each from 0 to below - 1."""
+        got = self.take(name, lambda got: isinstance(got, list), "a list")
+        if not least <= len(got) <= most:
+            count = f"{least}" if least == most else f"{least} to {most}"
+            self.refuse(name, got, f"{count} numbers")
+        for index, number in enumerate(got):
+            if not is_int(number) or not 0 <= number < below:
+                self.refuse(f"{name}[{index}]", number, f"0 to {below - 1}")
+        return tuple(got)
+
+
+def _header(line: _Line) -> Header:
+    line.one_of("trace", ("posttrainllm",))
+    line.integer("format", FORMAT, FORMAT)
+    shapes, step, sampling = line.nested("shapes"), line.nested("step"), line.nested("sampling")
+    models = line.texts("models", "target", optional=True)
+    names = ("target", "draft") if "draft" in models else ("target",)
+    width, rows = shapes.integer("W", len(names), MAX_DRAFT_K + 1), shapes.integer("B", 1, _MOST)
+    capacity, vocab_size = shapes.integer("C", width + 2, _MOST), line.integer("vocab_size", 1, _MOST)
+    drafted = width - 1 if "draft" in models else 0
+    line.integer("K", drafted, drafted)
+    limit = line.integer("limit", 2, capacity - 1)
+    values = {
+        name: sampling.take(name, lambda _: True, "a number") for name in ("temperature", "top_p", "top_k", "min_p")
+    }
+    rule, seed = line.one_of("accept_rule", ("leviathan", "coupled")), line.integer("seed", 0, 2**64 - 1)
+    try:
+        params = SamplingParams(**values, seed=seed, accept_rule=rule)
+    except UsageError as error:
+        raise TraceError(f"line {line.number}: sampling: {error}") from None
+    return Header(
+        versions=line.texts("versions", "posttrainllm", "mlx", "mlx-lm"),
+        device=line.text("device"),
+        device_name=line.text("device_name"),
+        blas=line.take("blas", lambda got: got is None or isinstance(got, str), "text or null"),
+        compiled=line.flag("compiled"),
+        dtype=line.texts("dtype", *names),
+        models=models,
+        fingerprints=line.texts("fingerprints", *names, "tokenizer"),
+        vocab_size=vocab_size,
+        rows=rows,
+        row=line.integer("row", 0, rows - 1),
+        capacity=capacity,
+        width=width,
+        chunk=shapes.integer("prefill_chunk", 1, 2**16),
+        mode=step.one_of("mode", _MODES),
+        narrow_draft=step.flag("narrow_draft"),
+        diagnostics=step.flag("diagnostics"),
+        accept_rule=rule,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        min_p=params.min_p,
+        draft_k=sampling.integer("draft_k", 0, width - 1),
+        seed=seed,
+        key=line.integers("key", 2, 2, _WORD + 1),
+        prompt=line.integers("prompt", 1, limit - 1, _MOST),
+        limit=limit,
+    )
+
+
+def _step(line: _Line, header: Header, index: int) -> StepRecord:
+    K, vocab_size = header.proposals, header.vocab_size
+    line.integer("step", index, index)
+    length = line.integer("length", len(header.prompt), header.limit)
+    emitted = line.integers("emitted", 0, min(header.width, header.limit - length), vocab_size)
+    margins = None
+    if "margins" in line.value:
+        margins = line.take("margins", lambda got: _floats(got, len(emitted)), f"{len(emitted)} numbers")
+    return StepRecord(
+        step=index,
+        length=length,
+        # the last token of a prompt may be an id that is never emitted
+        window=line.integers("window", header.width, header.width, _MOST),
+        proposals=line.integers("proposals", K, K, vocab_size),
+        proposed=line.integer("proposed", 0, K),
+        accepted=line.integer("accepted", 0, K),
+        emitted=emitted,
+        key=line.integers("key", 2, 2, _WORD + 1),
+        margins=None if margins is None else tuple(map(float, margins)),
+        finite=line.flag("finite") if "finite" in line.value else True,
+        mode=line.one_of("mode", _MODES) if "mode" in line.value else header.mode,
+        narrow_draft=line.flag("narrow_draft") if "narrow_draft" in line.value else header.narrow_draft,
+    )
+
+
+def _floats(got: Any, count: int) -> bool:
+    return isinstance(got, list) and len(got) == count and all(type(value) in (int, float) for value in got)

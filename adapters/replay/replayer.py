@@ -1,0 +1,207 @@
+"""A recorded run on this machine: put at any step, moved on step by step, laid open where it stands.
+
+Before the first step the prompt goes through the engine's own prefill. To stand at step N the caches are then refilled:
+every step before it is repeated at its recorded width and position with its recorded proposals, so that every entry
+gets the bits it had. Steps are run by the engine's own compiled functions.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import mlx.core as mx
+import numpy as np
+
+from posttrainllm.adapters.engine import Engine
+from posttrainllm.adapters.loading.pair import Pair
+from posttrainllm.adapters.replay.trace import StepRecord, Trace
+from posttrainllm.adapters.rows import RowPlace, RowRequest, RowStep, read_rows, sampling_of
+from posttrainllm.kernel.config import StepConfig
+from posttrainllm.kernel.errors import TraceError
+from posttrainllm.kernel.explain import Explanation, explain_step
+from posttrainllm.kernel.noise import root_key
+from posttrainllm.kernel.pure_step import Refill, compile_refill
+from posttrainllm.kernel.state import DecodeState
+
+__all__ = ["Replayer"]
+
+
+class Replayer:
+    """One row of a run, standing before a step.
+
+    Args:
+        pair: the trace's models.
+        trace: what was recorded.
+        compiled: False runs prefill, refill and steps operation by operation.
+
+    Raises:
+        CapacityError: the trace's shapes or ids do not fit the models.
+        MemoryLimitError: the caches cannot fit.
+        TraceError: the key is not the seed's.
+    """
+
+    def __init__(self, pair: Pair, trace: Trace, *, compiled: bool = True) -> None:
+        header = trace.header
+        if compiled != pair.runtime.compiled:
+            pair = attrs.evolve(pair, runtime=attrs.evolve(pair.runtime, compiled=compiled))
+        self._pair, self._trace, self._header, self._compiled = pair, trace, header, compiled
+        self._request = RowRequest(
+            **{name: getattr(header, name) for name in ("prompt", "limit", "seed", "draft_k")},
+            **{name: getattr(header, name) for name in ("temperature", "top_k", "top_p", "min_p")},
+            coupled=header.accept_rule == "coupled",
+        )
+        key = tuple(np.array(root_key(header.seed)).tolist())
+        if key != header.key:
+            raise TraceError(
+                f"{trace.path}: line 1: key: got {list(header.key)}, expected {list(key)}, that of seed {header.seed}"
+            )
+        self._engine = self._new_engine()  # first: it refuses shapes that no memory holds
+        rows = [self._request if row == header.row else None for row in range(header.rows)]
+        self._sampling = sampling_of(rows)
+        self._state: DecodeState | None = None
+        self._place = RowPlace(length=len(header.prompt), last=header.prompt[-1])
+
+    @property
+    def place(self) -> RowPlace:
+        """Where the row stands."""
+        return self._place
+
+    @property
+    def state(self) -> DecodeState:
+        """The state before the next step; whoever keeps it makes that step copy the caches."""
+        assert self._state is not None, "seek() comes first"
+        return self._state
+
+    def seek(self, step: int) -> None:
+        """Stand before a step, whatever was run before.
+
+        Args:
+            step: 0 to the number of recorded steps.
+
+        Raises:
+            CapacityError: the prompt does not fit the models.
+            TraceError: a step before it contradicts the one before that, or names an id that the models lack.
+        """
+        self._check_history(self._trace.steps[:step])
+        self._state = None  # freed before the new one is made
+        engine = self._new_engine()
+        engine.insert(self._header.row, self._request)
+        self._state = engine.hand_over()
+        self._place = RowPlace(length=len(self._header.prompt), last=self._header.prompt[-1])
+        for record in self._trace.steps[:step]:
+            self._refill(record)
+
+    def run(self, record: StepRecord) -> RowStep:
+        """Run the step it stands before.
+
+        Args:
+            record: names the step's configuration; nothing else of it is read.
+
+        Returns:
+            What the step did here.
+        """
+        config = self._config(record)
+        keys = self.state.key
+        # nothing may hold the old state while the new one is evaluated, or its buffers are copied
+        state, self._state = self.state, None
+        self._state, output = self._engine.step_for(config)(state, self._sampling)
+        del state
+        mx.eval(self._state.to_tree(), output.to_tree())
+        step = read_rows(output, keys, {self._header.row: self._place}, config)[self._header.row]
+        self._place = self._place.after(step)
+        return step
+
+    def explain(self, record: StepRecord, window: Sequence[int]) -> dict[str, Any]:
+        """Lay the step open that it stands before, with the proposals of a run of it.
+
+        It is computed operation by operation: a graph of its own would be compiled for one use.
+
+        Args:
+            record: names the step's configuration.
+            window: W ids, what the target was fed.
+
+        Returns:
+            The fields of `Explanation` for this row, as numbers and lists.
+        """
+        target, draft = self._engine.models
+        windows = self._rows_of(window)
+        explanation = explain_step(self._config(record), target, draft, self.state, self._sampling, windows)
+        mx.eval([getattr(explanation, field.name) for field in attrs.fields(Explanation)])
+        return {
+            field.name: np.array(getattr(explanation, field.name))[self._header.row].tolist()
+            for field in attrs.fields(Explanation)
+        }
+
+    def _new_engine(self) -> Engine:
+        header = self._header
+        return Engine(
+            self._pair,
+            capacity=header.capacity,
+            width=header.width,
+            rows=header.rows,
+            diagnostics=header.diagnostics,
+            chunk=header.chunk,
+        )
+
+    def _config(self, record: StepRecord) -> StepConfig:
+        return attrs.evolve(self._engine.config_for(record.mode), narrow_draft=record.narrow_draft)
+
+    def _refill(self, record: StepRecord) -> None:
+        config, width = self._config(record), self._header.width
+        padded = (*record.emitted, *[0] * (width - len(record.emitted)))
+        emitted = mx.array([len(record.emitted) * (row == self._header.row) for row in range(self._header.rows)])
+        state, self._state = self.state, None
+        self._state = self._refill_for(config)(
+            state, self._rows_of(record.window), self._rows_of(padded), emitted.astype(mx.int32)
+        )
+        del state
+        mx.eval(self._state.to_tree())
+        last = record.emitted[-1] if record.emitted else self._place.last
+        self._place = RowPlace(length=record.length + len(record.emitted), last=last)
+
+    def _refill_for(self, config: StepConfig) -> Refill:
+        key = ("refill", config, self._compiled)
+        if key not in self._pair.compiled:
+            target, draft = self._engine.models
+            self._pair.compiled[key] = compile_refill(config, target, draft, compiled=self._compiled)
+        refill: Refill = self._pair.compiled[key]
+        return refill
+
+    def _rows_of(self, ids: Sequence[int]) -> mx.array:
+        """int32 [B, len(ids)]: the ids in this row, zeros in the others."""
+        filled = np.zeros((self._header.rows, len(ids)), dtype=np.int32)
+        filled[self._header.row] = ids
+        return mx.array(filled)
+
+    def _check_history(self, steps: Sequence[StepRecord]) -> None:
+        """Steps that are not run again must at least follow from each other: they decide where the others begin."""
+        place = RowPlace(length=len(self._header.prompt), last=self._header.prompt[-1])
+        filler = (0,) * (self._header.width - 1)
+        for record in steps:
+            stands = record.proposals[: max(len(record.emitted) - 1, 0)]
+            for name, got, expected in (
+                ("key", record.key, self._header.key),
+                ("length", record.length, place.length),
+                ("window", record.window, (place.last, *(record.proposals if self._header.drafted else filler))),
+                ("emitted", record.emitted[: len(stands)], stands),
+            ):
+                if got != expected:
+                    raise TraceError(
+                        f"{self._trace.path}: line {self._trace.line_of(record.step)}: {name}: got {_shown(got)}, "
+                        f"expected {_shown(expected)}, which follows from the rest; --from-step {record.step} runs it"
+                    )
+            bad = [index for index in record.window if index >= self._pair.vocab_size and index != place.last]
+            if bad:
+                raise TraceError(
+                    f"{self._trace.path}: line {self._trace.line_of(record.step)}: window: got id {bad[0]}, "
+                    f"expected 0 to {self._pair.vocab_size - 1}: the models have no more"
+                )
+            place = (
+                place
+                if not record.emitted
+                else RowPlace(length=place.length + len(record.emitted), last=record.emitted[-1])
+            )
+
+
+def _shown(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value

@@ -1,0 +1,121 @@
+"""What one step saw and decided, laid open: for people who ask why a step emitted what it did.
+
+It is built from the step's own pieces (draft, warps, noise, accept rules) and never runs inside a step, so looking at a
+step cannot change it. A test holds its decisions against those of the step.
+"""
+
+import attrs
+import mlx.core as mx
+
+from posttrainllm.kernel import accept, noise
+from posttrainllm.kernel.config import StepConfig
+from posttrainllm.kernel.draft import Draft, propose
+from posttrainllm.kernel.forward import Forward
+from posttrainllm.kernel.sampling import choose, warp
+from posttrainllm.kernel.state import DecodeState, Sampling
+
+__all__ = ["Explanation", "explain_step"]
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class Explanation:
+    """One step of B rows. N is W with a draft and 1 without, where the rest of the window decides nothing."""
+
+    proposed: mx.array
+    """int32 [B]: how many proposals exist."""
+    target_probs: mx.array
+    """float32 [B, K]: p of each proposal after the warps; at temperature 0, where p decides nothing, the softmax."""
+    draft_probs: mx.array
+    """float32 [B, K]: q of each proposal, likewise."""
+    uniforms: mx.array
+    """float32 [B, K]: what the ratio p / q is held against by `leviathan`."""
+    by_ratio: mx.array
+    """bool [B]: whether the ratio decides; else a proposal stands when it is the target's own draw."""
+    accepts: mx.array
+    """bool [B, K]: each proposal judged by itself, whatever came before it."""
+    choice: mx.array
+    """int32 [B, N]: the target's own draw at each position; at temperature 0 the likeliest id."""
+    residual: mx.array
+    """int32 [B, K]: what would be drawn from max(p - q, 0) if the proposal were the first refused one."""
+    best: mx.array
+    """int32 [B, N, 2]: ids of the two largest target logits."""
+    margin: mx.array
+    """float32 [B, N]: the largest target logit minus the second largest."""
+
+
+def explain_step(
+    config: StepConfig,
+    target: Forward,
+    draft: Draft | None,
+    state: DecodeState,
+    sampling: Sampling,
+    window: mx.array,
+) -> Explanation:
+    """Judge every proposal of a step that was run, or was recorded.
+
+    Args:
+        config: static shape of the step.
+        target: the model whose output it is.
+        draft: the model that proposed; None for the plain step.
+        state: B rows, before the step.
+        sampling: B rows.
+        window: int32 [B, W], what the target was fed: the last committed id and, with a draft, K proposals.
+
+    Returns:
+        The explanation.
+    """
+    raw, _ = target(window, state.target_kv, mx.maximum(state.length - 1, 0))
+    count = 1 if draft is None else config.width
+    logits = raw[:, :count, : config.vocab_size].astype(mx.float32)  # [B, W, V] -> [B, N, V]
+    warped = warp(logits, sampling, filters=config.filters)
+    gumbel = None
+    if config.mode != "greedy":
+        positions = state.length[:, None] + mx.arange(count)  # [B, N]
+        gumbel = noise.gumbel(noise.position_keys(state.key, positions, noise.TARGET), config.vocab_size)
+    choice = choose(warped, sampling, gumbel)
+    by_ratio = ~sampling.coupled & (sampling.temperature > 0)
+    descending = mx.argsort(-logits, axis=-1)[..., :2].astype(mx.int32)  # [B, N, V] -> [B, N, 2]
+    pair = mx.take_along_axis(logits, descending, axis=-1)  # [B, N, 2]
+    shared = {"by_ratio": by_ratio, "choice": choice, "best": descending, "margin": pair[..., 0] - pair[..., 1]}
+    batch = window.shape[0]
+    if draft is None:
+        nothing = mx.zeros((batch, 0))
+        return Explanation(
+            proposed=mx.zeros((batch,), dtype=mx.int32),
+            target_probs=nothing,
+            draft_probs=nothing,
+            uniforms=nothing,
+            accepts=nothing.astype(mx.bool_),
+            residual=nothing.astype(mx.int32),
+            **shared,
+        )
+    proposals = window[:, 1:]
+    proposal = propose(config, draft, state, sampling, recorded=proposals)
+    p, q = mx.softmax(warped, axis=-1)[:, :-1], mx.softmax(proposal.warped, axis=-1)  # [B, K, V] each
+    positions = state.length[:, None] + mx.arange(config.width - 1)  # [B, K]
+    uniforms = noise.uniform(noise.position_keys(state.key, positions, noise.ACCEPT))
+    by_choice = accept.coupled_accepts(proposals, choice)
+    accepts = mx.where(by_ratio[:, None], accept.leviathan_accepts(proposals, p, q, uniforms), by_choice)
+    return Explanation(
+        proposed=proposal.count,
+        target_probs=_of(p, proposals),
+        draft_probs=_of(q, proposals),
+        uniforms=uniforms,
+        accepts=accepts,
+        residual=_residuals(p, q, gumbel),
+        **shared,
+    )
+
+
+def _of(probs: mx.array, ids: mx.array) -> mx.array:
+    """The probability of one id a position: [B, K, V] and [B, K] to [B, K]."""
+    return mx.take_along_axis(probs, ids[..., None], axis=-1)[..., 0]
+
+
+def _residuals(p: mx.array, q: mx.array, gumbel: mx.array | None) -> mx.array:
+    """The residual draw at every position as if it were the refused one, int32 [B, K]."""
+    batch, count, vocab = p.shape
+    if gumbel is None:
+        return mx.zeros((batch, count), dtype=mx.int32)
+    flat = [values.reshape(-1, vocab) for values in (p, q, gumbel[:, :-1])]  # [B, K, V] -> [B*K, V]
+    return accept.residual_choice(*flat).reshape(batch, count)  # [B*K] -> [B, K]

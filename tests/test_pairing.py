@@ -6,11 +6,16 @@ import shutil
 import attrs
 import mlx.core as mx
 import pytest
+from click.testing import CliRunner
+from mlx import nn
 from mlx.utils import tree_flatten
 from mlx_lm.models import mamba
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 from support import bare_tokenizer, decode, random_weights, tiny_config, tiny_module, tiny_pair, without_draft
 
+from posttrainllm.adapters.cli import cli
+from posttrainllm.adapters.loading.checkpoint import read_checkpoint
+from posttrainllm.adapters.loading.memory import cast_bytes
 from posttrainllm.adapters.loading.module import model_from_module
 from posttrainllm.adapters.loading.pair import embedded_path, load_pair
 from posttrainllm.adapters.loading.pairing import check_pair
@@ -128,8 +133,6 @@ def test_ids_behind_the_tokenizer_are_never_emitted(options):
 
 def test_a_config_that_leaves_the_context_to_its_class_takes_it_from_there(tmp_path, tiny_checkpoint):
     """Gemma-3's multimodal configs do: a text_config without max_position_embeddings."""
-    from posttrainllm.adapters.loading.checkpoint import read_checkpoint
-
     path = shutil.copytree(tiny_checkpoint, tmp_path / "model")
     text = {"model_type": "gemma3_text", "hidden_size": 64, "num_hidden_layers": 2, "sliding_window": 32}
     (path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
@@ -143,3 +146,26 @@ def test_a_config_that_says_nothing_of_the_context_is_refused(tmp_path, tiny_che
     (path / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=r"config\.json: max_position_embeddings is missing"):
         load_pair(path)
+
+
+def test_what_two_checkpoints_differ_in_is_told_with_verbose(tmp_path, tiny_checkpoint):
+    path = shutil.copytree(tiny_checkpoint, tmp_path / "draft")
+    (path / "generation_config.json").write_text('{"eos_token_id": [0, 7]}')
+    notes = ("text ends at the target's ids [0], not the draft's [0, 7]",)
+    assert load_pair(tiny_checkpoint, path).notes == notes
+    arguments = ["sample", str(tiny_checkpoint), "--draft-model", str(path), "--prompt", "x", "--max-tokens", "2"]
+    assert notes[0] in CliRunner().invoke(cli, [*arguments, "--verbose"]).stderr
+    assert notes[0] not in CliRunner().invoke(cli, arguments).stderr
+
+
+def test_the_forecast_of_quantised_weights_counts_their_floats_as_they_are_cast(tmp_path, tiny_checkpoint):
+    module = tiny_module(tiny_config(), seed=1, dtype=mx.bfloat16)
+    nn.quantize(module, group_size=32, bits=4)
+    path = shutil.copytree(tiny_checkpoint, tmp_path / "quantized")
+    mx.save_safetensors(str(path / "model.safetensors"), dict(tree_flatten(module.parameters())))
+    config = json.loads((path / "config.json").read_text()) | {"quantization": {"group_size": 32, "bits": 4}}
+    (path / "config.json").write_text(json.dumps(config))
+    checkpoint = read_checkpoint(path)
+    for dtype in ("bfloat16", "float32"):
+        pair = load_pair(path, dtype=dtype)
+        assert cast_bytes(checkpoint, dtype) == pair.target.weight_bytes

@@ -7,10 +7,18 @@ from typing import Any, TypeVar, get_args
 import click
 
 from posttrainllm.adapters.loading.pair import DTYPES
-from posttrainllm.adapters.params import MAX_DRAFT_K, AcceptRule, check_width
+from posttrainllm.adapters.params import MAX_DRAFT_K, AcceptRule, check_width, is_text
 from posttrainllm.kernel.errors import UsageError
 
-__all__ = ["chat_options", "check_draft_k", "draft_options", "model_options", "parse_template_args", "sampling_options"]
+__all__ = [
+    "chat_options",
+    "check_draft_k",
+    "check_system",
+    "draft_options",
+    "model_options",
+    "parse_template_args",
+    "sampling_options",
+]
 
 # parameters of transformers' apply_chat_template that are ours to set, or that change what it returns
 _RESERVED = {
@@ -136,6 +144,19 @@ def parse_template_args(text: str | None) -> dict[str, Any]:
     if taken:
         raise UsageError(f"--chat-template-args: got {taken[0]!r}, expected arguments other than {sorted(_RESERVED)}")
     return value
+
+
+def check_system(text: str | None) -> None:
+    """Refuse a system message that is no text.
+
+    Args:
+        text: of --system.
+
+    Raises:
+        UsageError: it is empty, or holds bytes that are no UTF-8.
+    """
+    if text is not None and not is_text(text):
+        raise UsageError("--system: got an empty text or bytes that are no UTF-8, expected text")
 
 
 def check_draft_k(draft_k: int) -> int:

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # The standard workload of `posttrainllm bench`, with its picture and its JSON line kept:
 #
-#     evals/specdec-throughput.sh [--short] [FOLDER] [OPTION OF posttrainllm bench]...
+#     evals/specdec-throughput.sh [--short] [--out FOLDER] [ARGUMENT OF posttrainllm bench]...
 #
 # FOLDER (default: throughput) gets table.txt, result.json and throughput.png. --short is for CI: three prompts, K=4, no
-# picture; it fails when a row's output is not the reference's, when the draft is accepted too rarely, or when the JSON
-# line lacks something, and never for being slow. PYTHON names the interpreter.
+# picture; it fails when an output is not the reference's, when the draft is accepted too rarely, or when the JSON line
+# lacks something, and never for being slow. PYTHON names the interpreter.
 set -euo pipefail
 PYTHON=${PYTHON:-python3}
 short=false
@@ -14,9 +14,9 @@ if [[ ${1:-} == --short ]]; then
   shift
 fi
 folder=throughput
-if [[ $# -gt 0 && ${1:0:1} != - ]]; then
-  folder=$1
-  shift
+if [[ ${1:-} == --out ]]; then
+  folder=${2:?--out: expected a folder}
+  shift 2
 fi
 mkdir -p "$folder"
 if $short; then

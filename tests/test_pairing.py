@@ -18,7 +18,7 @@ from posttrainllm.adapters.loading.checkpoint import read_checkpoint
 from posttrainllm.adapters.loading.memory import cast_bytes
 from posttrainllm.adapters.loading.module import model_from_module
 from posttrainllm.adapters.loading.pair import embedded_path, load_pair
-from posttrainllm.adapters.loading.pairing import check_pair
+from posttrainllm.adapters.loading.pairing import check_pair, model_notes
 from posttrainllm.kernel.errors import CheckpointError, PairError, UnsupportedModelError
 
 
@@ -86,8 +86,10 @@ def with_added(size, *pieces, special=True, **fields):
 
 def test_tokens_that_only_one_of_them_has_added_are_noted_and_do_no_harm():
     target, draft = with_added(10, "<end>", "<tool>"), with_added(10, "<end>")
-    assert check_pair(target, draft, draft_rows=16) == ("only the target has 1 added tokens, the first '<tool>'",)
-    assert check_pair(draft, target, draft_rows=16) == ("only the draft has 1 added tokens, the first '<tool>'",)
+    assert check_pair(target, draft, draft_rows=16) == (
+        "only the target has 1 of the added tokens, the first '<tool>'",
+    )
+    assert check_pair(draft, target, draft_rows=16) == ("only the draft has 1 of the added tokens, the first '<tool>'",)
 
 
 def test_added_tokens_that_differ_are_refused_naming_the_first():
@@ -169,3 +171,32 @@ def test_the_forecast_of_quantised_weights_counts_their_floats_as_they_are_cast(
     for dtype in ("bfloat16", "float32"):
         pair = load_pair(path, dtype=dtype)
         assert cast_bytes(checkpoint, dtype) == pair.target.weight_bytes
+
+
+@pytest.mark.parametrize(
+    ("changes", "note"),
+    [
+        ({"sliding_window": 64}, "names a sliding window of 64, which mlx-lm's llama does not have"),
+        ({"sliding_window": 64, "use_sliding_window": False}, None),
+        ({"sliding_window": 512}, None),
+        ({"sliding_window": 64, "layer_types": ["full_attention", "sliding_attention"]}, None),
+    ],
+)
+def test_a_window_that_mlx_lm_does_not_have_is_noted(tmp_path, tiny_checkpoint, changes, note):
+    path = shutil.copytree(tiny_checkpoint, tmp_path / "model")
+    (path / "config.json").write_text(json.dumps(json.loads((path / "config.json").read_text()) | changes))
+    notes = load_pair(path).notes
+    assert (note in notes[0]) if note else notes == ()
+
+
+def test_a_draft_with_a_shorter_context_and_ids_without_a_token_are_noted():
+    def model(context):
+        return model_from_module(tiny_module(tiny_config(vocab=32), seed=1), name="x", dtype="float32", context=context)
+
+    checkpoints = [read_checkpoint(embedded_path("target-16m"))] * 2
+    full = bare_tokenizer(32)
+    assert model_notes(checkpoints, [model(64), model(64)], full) == ()
+    short = model_notes(checkpoints, [model(64), model(48)], full)
+    assert short == ("nothing is proposed beyond the draft's context of 48; the target's is 64",)
+    holed = attrs.evolve(full, vocabulary={index: piece for index, piece in full.vocabulary.items() if index != 7})
+    assert model_notes(checkpoints[:1], [model(64)], holed)[0].startswith("1 ids below 32 have no token")

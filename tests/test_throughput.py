@@ -2,10 +2,12 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 from click.testing import CliRunner
 from support import tiny_pair
@@ -180,7 +182,7 @@ def test_without_a_draft_the_plain_rows_are_measured_alone(tiny_checkpoint):
     value = json.loads(done.stdout.splitlines()[-1])
     assert [row["name"] for row in value["rows"]] == ["plain, width 1", "mlx-lm plain"]
     assert value["draft_model"] is value["forward_s"] is None
-    assert "no speculative row" in problems(json.dumps(value), 0.0)
+    assert problems(json.dumps(value), 0.0) == ["got no draft, expected one: nothing speculative was measured"]
 
 
 def test_the_references_are_plain_decoding_at_the_width_of_the_verification():
@@ -202,7 +204,8 @@ def test_the_references_are_plain_decoding_at_the_width_of_the_verification():
         (("--max-tokens", "9"), "--max-tokens: got 9, expected 10 or more"),
         (("--prompts-file", "/nowhere.jsonl"), "/nowhere.jsonl: No such file"),
         (("--plot", "x.pdf"), "--plot: got 'x.pdf', expected a file name that ends in .png"),
-        (("--plot", "/nowhere/x.png"), "--plot: got '/nowhere/x.png', expected a file in a directory that exists"),
+        (("--plot", "/nowhere/x.png"), "--plot: /nowhere/x.png: No such file"),
+        (("--plot", "/proc/x.png"), "--plot: /proc/x.png: No such file"),
         (("--prompt-tokens", "300", "--max-tokens", "30"), "expected at most"),
     ],
 )
@@ -242,7 +245,7 @@ def test_a_result_that_lacks_something_is_told_so(result):
 def test_the_script_keeps_table_result_and_picture(tmp_path):
     script = Path(__file__).parent.parent / "evals" / "specdec-throughput.sh"
     done = subprocess.run(
-        [script, str(tmp_path / "kept"), "--repeats", "1", "--draft-k", "2", "--max-tokens", "16"],
+        [script, "--out", str(tmp_path / "kept"), "--repeats", "1", "--draft-k", "2", "--max-tokens", "16"],
         env={"PYTHON": sys.executable, "PATH": "/usr/bin:/bin", "HOME": str(Path.home())},
         capture_output=True,
         text=True,
@@ -251,3 +254,55 @@ def test_the_script_keeps_table_result_and_picture(tmp_path):
     assert done.returncode == 0, done.stderr
     assert {file.name for file in (tmp_path / "kept").iterdir()} == {"table.txt", "result.json", "throughput.png"}
     assert json.loads((tmp_path / "kept" / "result.json").read_text())["benchmark"] == "throughput"
+
+
+def test_a_target_that_is_not_finite_ends_the_measurement_with_one_line(tiny_checkpoint, tmp_path):
+    path = shutil.copytree(tiny_checkpoint, tmp_path / "nan")
+    weights = mx.load(str(path / "model.safetensors"))
+    weights["model.norm.weight"] = mx.full(weights["model.norm.weight"].shape, mx.nan)
+    mx.save_safetensors(str(path / "model.safetensors"), weights)
+    done = bench(str(path), "--repeats", "1", "--max-tokens", "12")
+    assert done.exit_code == 1
+    assert done.stderr.startswith("error: plain, width 1: step 1: the target's logits are not finite")
+
+
+@pytest.mark.parametrize(
+    "content", [b'{"text": "\\ud800 abc"}', b'{"text":' * 100_000, b"[]", b'{"text": 3}', b"\xff\xfe"], ids=str
+)
+def test_a_prompts_file_that_is_wrong_is_one_line(tmp_path, content):
+    file = tmp_path / "prompts.jsonl"
+    file.write_bytes(content)
+    done = bench("--prompts-file", str(file))
+    assert done.exit_code == 2
+    assert "expected a JSON object a line" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_prompts_file_may_start_with_a_byte_order_mark(tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_bytes(
+        b"\xef\xbb\xbf" + b"".join(b'{"text": "def f%d(x): return x + 1"}\n' % index for index in range(3))
+    )
+    arguments = ("--prompts-file", str(file), "--prompt-tokens", "6", "--repeats", "1", "--draft-k", "2")
+    assert bench(*arguments, "--max-tokens", "6", "--no-mlx-lm").exit_code == 0
+
+
+def test_every_prompt_starts_with_another_contender():
+    order = []
+
+    class Logged:
+        engine, draft_k, steps = "posttrainllm", 0, ()
+
+        def __init__(self, name):
+            self.name = name
+
+        def begin(self, prompt, count):
+            order.append(self.name)
+            self.ids = [1]
+
+        def finish(self):
+            self.ids = [1, 2]
+
+    repeats = measure([Logged("a"), Logged("b"), Logged("c")], [[1], [2], [3]], 2, {})
+    assert order == ["a", "b", "c", "b", "c", "a", "c", "a", "b"]
+    assert [[one.contender for one in rounds] for rounds in repeats] == [["a", "b", "c"]] * 3

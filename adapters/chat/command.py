@@ -12,6 +12,7 @@ from posttrainllm.adapters.loading.pair import Pair, load_pair
 from posttrainllm.adapters.options import (
     chat_options,
     check_draft_k,
+    check_system,
     draft_options,
     model_options,
     parse_template_args,
@@ -53,6 +54,7 @@ def chat(
     """
     params = SamplingParams.from_options(options)
     check_draft_k(draft_k)
+    check_system(system)
     conversation = Conversation(system=system, template_args=parse_template_args(chat_template_args))
     if sys.stdin is None:
         raise UsageError("got no standard input, expected a terminal or lines of text")

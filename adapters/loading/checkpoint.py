@@ -81,7 +81,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
 def _read_checkpoint(path: Path) -> Checkpoint:
     if not path.is_dir():
         found = "a file" if path.exists() else "nothing there"
-        raise CheckpointError(f"{path}: got {found}, expected a model directory")
+        raise CheckpointError(f"{path}: got {found}, expected a model directory, or an id of the hub: owner/name")
     config = read_json(path / "config.json")
     if not (path / "tokenizer.json").is_file():
         raise CheckpointError(f"{path}: tokenizer.json is missing")
@@ -185,5 +185,5 @@ def _context(path: Path, config: dict[str, Any]) -> int | None:
 
 def _checked_context(path: Path, name: str, value: Any) -> int:
     if not isinstance(value, int) or value < 2:
-        raise CheckpointError(f"{path}/config.json: {name}: got {value!r}, expected 2 or more")
+        raise CheckpointError(f"{path}/config.json: {name}: got {value!r}, expected a whole number from 2 up")
     return min(value, _MOST_POSITIONS)

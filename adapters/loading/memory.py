@@ -80,7 +80,7 @@ class Forecast:
         Raises:
             MemoryLimitError: with the numbers.
         """
-        _check(self.caches, f"the key/value caches of {self.rows} rows of {self.capacity} slots", self.free)
+        _check(self.caches, f"the key/value caches (B={self.rows}, C={self.capacity})", self.free)
 
     @property
     def description(self) -> str:

@@ -34,6 +34,10 @@ class Model:
     kv_shapes: tuple[tuple[int, int, int], ...] = attrs.field(repr=False)
     """(H, size of a key, size of a value) for every layer."""
     kv_dtype: mx.Dtype
+    windows: tuple[int | None, ...] = ()
+    """The sliding window of every layer, None for full attention."""
+    family: str = "model"
+    """mlx-lm's name of the architecture."""
     module: Module | None = attrs.field(default=None, repr=False)
     """mlx-lm's own, for its loops beside ours; None where the forward is none of its modules."""
     weight_bytes: int = 0
@@ -140,6 +144,8 @@ def model_from_module(module: Module, *, name: str, dtype: str, context: int) ->
         context=context,
         kv_shapes=tuple((c.keys.shape[1], c.keys.shape[3], c.values.shape[3]) for c in caches),
         kv_dtype=caches[0].keys.dtype,
+        windows=tuple(windows),
+        family=type(module).__module__.rsplit(".", 1)[-1],
         module=module,
         weight_bytes=tree_reduce(
             lambda total, array: total + array.nbytes,

@@ -8,7 +8,7 @@ import attrs
 
 from posttrainllm.adapters.loading.checkpoint import Checkpoint, read_checkpoint, readable
 from posttrainllm.adapters.loading.hub import locate
-from posttrainllm.adapters.loading.pairing import check_pair
+from posttrainllm.adapters.loading.pairing import check_pair, model_notes
 from posttrainllm.adapters.loading.tokenizer import Tokenizer, load_tokenizer
 from posttrainllm.adapters.runtime import Runtime, start
 from posttrainllm.kernel.errors import CheckpointError, UsageError
@@ -33,7 +33,7 @@ class Pair:
     reason: str | None
     """Why nothing is drafted; None with a draft."""
     notes: tuple[str, ...] = ()
-    """In what the two tokenizers differ without harm."""
+    """What is worth knowing of the models and changes no promise; for `--verbose`."""
     compiled: dict[Hashable, Any] = attrs.field(init=False, factory=dict, repr=False)
     """Compiled functions of these models, shared by all engines: a second request traces nothing. `attrs.evolve` starts
     a new one."""
@@ -105,8 +105,10 @@ def load_pair(
     ]
     if draft_model is None:
         reason = "the draft was switched off" if not speculate else "no draft model was given"
-        return Pair(target=models[0], draft=None, tokenizer=tokenizers[0], runtime=runtime, reason=reason)
-    notes = check_pair(*tokenizers, draft_rows=models[1].vocab_size)
+        notes = model_notes(checkpoints, models, tokenizers[0])
+        return Pair(target=models[0], draft=None, tokenizer=tokenizers[0], runtime=runtime, reason=reason, notes=notes)
+    differences = check_pair(*tokenizers, draft_rows=models[1].vocab_size)
+    notes = differences + model_notes(checkpoints, models, tokenizers[0])
     return Pair(target=models[0], draft=models[1], tokenizer=tokenizers[0], runtime=runtime, reason=None, notes=notes)
 
 

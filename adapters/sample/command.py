@@ -12,6 +12,7 @@ from posttrainllm.adapters.loading.pair import Pair, load_pair
 from posttrainllm.adapters.options import (
     chat_options,
     check_draft_k,
+    check_system,
     draft_options,
     model_options,
     parse_template_args,
@@ -74,6 +75,7 @@ def sample(
     params = SamplingParams.from_options(options)
     plain = no_draft or (model is not None and draft_model is None)
     _check_widths(draft_k, plain_width, plain)
+    check_system(system)
     template_args = parse_template_args(chat_template_args)
     if not chat and (system is not None or chat_template_args is not None):
         raise UsageError("--system and --chat-template-args: got them without --chat, expected --chat beside them")

@@ -14,6 +14,7 @@ from mlx_lm.generate import generate_step, generation_stream, speculative_genera
 from posttrainllm.adapters.engine import Engine
 from posttrainllm.adapters.loading.pair import Pair
 from posttrainllm.adapters.rows import RowRequest
+from posttrainllm.kernel.errors import NonFiniteError
 
 __all__ = ["Contender", "Engines", "MlxLm", "Ours", "contenders_for", "synchronize"]
 
@@ -74,6 +75,10 @@ class Ours:
 
     def _step(self) -> None:
         step = self._engine.step()[0]
+        if not step.finite:
+            raise NonFiniteError(
+                f"{self.name}: step {self._engine.steps}: the target's logits are not finite, nothing can be measured"
+            )
         self.ids += step.tokens
         self.steps.append((step.proposed, step.accepted))
 

@@ -91,25 +91,25 @@ def measure(
     """
     repeats = []
     for index, prompt in enumerate(prompts):
-        rounds = []
-        for contender in contenders:
+        rounds: list[Round | None] = [None] * len(contenders)
+        for turn in range(len(contenders)):
+            column = (turn + index) % len(contenders)  # each prompt starts with another one
+            contender = contenders[column]
             contender.begin(prompt, count)
             first = len(contender.ids)
             started = time.perf_counter()
             contender.finish()
             elapsed = time.perf_counter() - started
             synchronize()
-            rounds.append(
-                Round(
-                    contender=contender.name,
-                    engine=contender.engine,
-                    draft_k=contender.draft_k,
-                    tokens_per_s=(count - first) / elapsed,
-                    steps=tuple(contender.steps),
-                    tokens=len(contender.ids),
-                    equal=contender.ids == expected[contender.name][index] if contender.name in expected else None,
-                )
+            rounds[column] = Round(
+                contender=contender.name,
+                engine=contender.engine,
+                draft_k=contender.draft_k,
+                tokens_per_s=(count - first) / elapsed,
+                steps=tuple(contender.steps),
+                tokens=len(contender.ids),
+                equal=contender.ids == expected[contender.name][index] if contender.name in expected else None,
             )
             progress()
-        repeats.append(rounds)
+        repeats.append([one for one in rounds if one is not None])
     return repeats

@@ -28,8 +28,13 @@ def check_plot(path: str) -> Path:
     target = Path(path)
     if target.suffix.lower() != ".png":
         raise UsageError(f"--plot: got {path!r}, expected a file name that ends in .png")
-    if target.is_dir() or not target.parent.is_dir():
-        raise UsageError(f"--plot: got {path!r}, expected a file in a directory that exists")
+    there = target.exists()
+    try:
+        target.open("ab").close()
+        if not there:
+            target.unlink()
+    except OSError as error:
+        raise UsageError(f"--plot: {path}: {error.strerror or error}") from None
     return target
 
 

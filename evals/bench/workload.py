@@ -49,8 +49,8 @@ def measure_pair(
     console = Console(stderr=True, quiet=quiet or sys.stderr is None or not sys.stderr.isatty())
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("warm-up and references", total=None)
-        expected = _references(pair, contenders, rest, count, capacity)
         warm_up(contenders, prompts[0], count)
+        expected = _references(pair, contenders, rest, count, capacity)
         costs = _costs(pair, drafted, capacity, length)
         progress.update(task, description="measuring", total=len(contenders) * len(rest))
         repeats = measure(contenders, rest, count, expected, lambda: progress.advance(task))

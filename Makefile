@@ -35,7 +35,7 @@ bench: $(VENV)/.developed-$(BACKEND) ## plain and speculative decoding, ours and
 	$(BIN)/python -m pytest benchmarks -m "" -o filterwarnings=default $(BENCH)
 
 throughput: $(VENV)/.developed-$(BACKEND) ## the harness of `posttrainllm bench`, in a short form that asserts all but the speed
-	PYTHON=$(BIN)/python evals/specdec-throughput.sh --short build/throughput
+	PYTHON=$(BIN)/python evals/specdec-throughput.sh --short --out build/throughput
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

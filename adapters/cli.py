@@ -44,7 +44,10 @@ class _LazyGroup(click.Group):
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # one line a problem, and it is ours
         logging.basicConfig(format="warning: %(message)s", level=logging.WARNING)
         kwargs["standalone_mode"] = False
+        _fill_closed_streams()
         try:
+            if sys.stdout is None:
+                raise OSError(None, "standard output is closed")
             code = super().main(*args, **kwargs)
         except click.exceptions.NoArgsIsHelpError as error:
             click.echo(error.format_message(), err=True)
@@ -66,6 +69,15 @@ class _LazyGroup(click.Group):
 def _fail(message: str, code: int) -> int:
     click.echo(f"error: {' '.join(message.split())}", err=True)
     return code
+
+
+def _fill_closed_streams() -> None:
+    """Put the null device where standard input, output or error is closed: the next file would get its number."""
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
 
 
 def _drop_output() -> None:

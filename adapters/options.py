@@ -2,14 +2,30 @@
 
 import json
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import click
 
+from posttrainllm.adapters.loading.pair import DTYPES
+from posttrainllm.adapters.params import MAX_DRAFT_K, AcceptRule, check_width, is_text
 from posttrainllm.kernel.errors import UsageError
 
-__all__ = ["chat_options", "check_k", "pair_options", "sampling_options", "template_args"]
+__all__ = [
+    "chat_options",
+    "check_draft_k",
+    "check_system",
+    "draft_options",
+    "model_options",
+    "parse_template_args",
+    "sampling_options",
+]
 
+# parameters of transformers' apply_chat_template that are ours to set, or that change what it returns
+_RESERVED = {
+    *("add_generation_prompt", "chat_template", "continue_final_message", "conversation", "messages", "padding"),
+    *("return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenize", "tokenizer_kwargs", "truncation"),
+    "max_length",
+}
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
@@ -22,42 +38,33 @@ def _together(*options: Callable[[Any], Any]) -> Callable[[_Command], _Command]:
     return decorate
 
 
-def pair_options(*, draft_k: bool = True) -> Callable[[_Command], _Command]:
-    """MODEL, --draft-model, --no-draft, --draft-k and --dtype.
-
-    Args:
-        draft_k: whether there is one K.
-
-    Returns:
-        The decorator.
-    """
-    options: list[Callable[[Any], Any]] = [
+def model_options() -> Callable[[_Command], _Command]:
+    """MODEL, --draft-model and --dtype."""
+    return _together(
         click.argument("model", required=False),
         click.option(
             "--draft-model",
             metavar="PATH",
             help="Directory or hub id of the draft. Default: the embedded one without MODEL.",
         ),
-    ]
-    if draft_k:
-        options += [
-            click.option(
-                "--no-draft", is_flag=True, help="Decode plainly, at width 1 unless --plain-width says otherwise."
-            ),
-            click.option(
-                "--draft-k", type=int, default=4, show_default=True, help="Tokens the draft proposes a step, 1 to 32."
-            ),
-        ]
-    options.append(
         click.option(
             "--dtype",
-            type=click.Choice(["auto", "float32", "float16", "bfloat16"]),
+            type=click.Choice(DTYPES),
             default="auto",
             show_default=True,
-            help="Type of the weights. auto: the checkpoint's, or float32 on a CPU with OpenBLAS.",
-        )
+            help="Type of the weights. auto: the checkpoint's, or float32 where that is faster on a CPU.",
+        ),
     )
-    return _together(*options)
+
+
+def draft_options() -> Callable[[_Command], _Command]:
+    """--no-draft and --draft-k."""
+    return _together(
+        click.option("--no-draft", is_flag=True, help="Decode plainly, without a draft."),
+        click.option(
+            "--draft-k", type=int, default=4, show_default=True, help="Tokens the draft proposes a step, 1 to 32."
+        ),
+    )
 
 
 def sampling_options(*, max_tokens: int) -> Callable[[_Command], _Command]:
@@ -92,7 +99,7 @@ def sampling_options(*, max_tokens: int) -> Callable[[_Command], _Command]:
         click.option("--seed", type=int, help="Same seed, same text. Default: fresh entropy."),
         click.option(
             "--accept-rule",
-            type=click.Choice(["leviathan", "coupled"]),
+            type=click.Choice(get_args(AcceptRule)),
             default="leviathan",
             show_default=True,
             help="How proposals are judged at T>0: by the ratio of probabilities, or by shared noise, which gives the "
@@ -113,7 +120,7 @@ def chat_options() -> Callable[[_Command], _Command]:
     )
 
 
-def template_args(text: str | None) -> dict[str, Any]:
+def parse_template_args(text: str | None) -> dict[str, Any]:
     """Read --chat-template-args.
 
     Args:
@@ -123,7 +130,7 @@ def template_args(text: str | None) -> dict[str, Any]:
         The object; empty without the option.
 
     Raises:
-        UsageError: it is no JSON object.
+        UsageError: it is no JSON object, or names what the template is given anyway.
     """
     if text is None:
         return {}
@@ -133,11 +140,35 @@ def template_args(text: str | None) -> dict[str, Any]:
         raise UsageError(f"--chat-template-args: got {text[:60]!r}, expected a JSON object ({error})") from None
     if not isinstance(value, dict):
         raise UsageError(f"--chat-template-args: got {text[:60]!r}, expected a JSON object")
+    taken = sorted(_RESERVED & value.keys())
+    if taken:
+        raise UsageError(f"--chat-template-args: got {taken[0]!r}, expected arguments other than {sorted(_RESERVED)}")
     return value
 
 
-def check_k(draft_k: int) -> int:
-    """Refuse a K out of range; returns it."""
-    from posttrainllm.adapters.params import MAX_DRAFT_K, check_width
+def check_system(text: str | None) -> None:
+    """Refuse a system message that is no text.
 
+    Args:
+        text: of --system.
+
+    Raises:
+        UsageError: it is empty, or holds bytes that are no UTF-8.
+    """
+    if text is not None and not is_text(text):
+        raise UsageError("--system: got an empty text or bytes that are no UTF-8, expected text")
+
+
+def check_draft_k(draft_k: int) -> int:
+    """Refuse a K out of range.
+
+    Args:
+        draft_k: of --draft-k.
+
+    Returns:
+        The same.
+
+    Raises:
+        UsageError: with got and expected.
+    """
     return check_width("draft-k", draft_k, 1, MAX_DRAFT_K)

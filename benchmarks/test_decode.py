@@ -44,7 +44,7 @@ def references(pair: Pair, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
 @pytest.fixture(scope="session")
 def contenders(pair: Pair, prompts: list[list[int]]) -> dict[str, Contender]:
     """All of them in one process, each warmed up by one whole generation."""
-    found = contenders_for(pair, [_K], length=_LENGTH)
+    found = contenders_for(pair, [_K], capacity=capacity_for(_LENGTH, _K + 1))
     warm_up(found, prompts[0], _NEW_TOKENS)
     return dict(zip(_NAMES, found, strict=True))
 

@@ -20,7 +20,7 @@ import click
 
 from posttrainllm.adapters.batch import decode
 from posttrainllm.adapters.loading.pair import DTYPES, Pair, load_pair
-from posttrainllm.adapters.params import MAX_DRAFT_K
+from posttrainllm.adapters.params import MAX_DRAFT_K, is_text
 from posttrainllm.evals.counting import acceptance, count_equal, generated, repeated_share
 from posttrainllm.kernel.errors import CapacityError, PosttrainllmError, UsageError
 
@@ -47,13 +47,13 @@ def read_prompts(path: Path) -> list[tuple[str, str]]:
         UsageError: the file cannot be read, or a line is not such an object.
     """
     try:
-        lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
+        lines = [line for line in path.read_text(encoding="utf-8-sig").split("\n") if line.strip()]
         prompts = [(record["text"], record.get("continuation", "")) for record in map(json.loads, lines)]
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror or error}") from None
-    except (AttributeError, KeyError, TypeError, ValueError):
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
         prompts = []
-    if not prompts or not all(text and isinstance(text, str) and isinstance(rest, str) for text, rest in prompts):
+    if not prompts or not all(is_text(text) and (rest == "" or is_text(rest)) for text, rest in prompts):
         raise UsageError(f"{path}: expected a JSON object a line, with a `text` that is not empty") from None
     return prompts
 

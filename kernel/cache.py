@@ -62,7 +62,6 @@ class CacheView:
         values: [B, H, C, D].
         position: int32 [B], absolute position of the window's first token.
         window: sliding-window size in tokens where the layer has one of its own, None for full attention.
-        grouped: whether the layer's scores have an axis for the heads of a group: [B, H, G, W, C].
     """
 
     def __init__(
@@ -72,10 +71,8 @@ class CacheView:
         position: mx.array,
         *,
         window: int | None = None,
-        grouped: bool = False,
     ) -> None:
-        self.keys, self.values, self.offset = keys, values, position
-        self._window, self._grouped = window, grouped
+        self.keys, self.values, self.offset, self._window = keys, values, position, window
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write the window's keys and values, each [B, H, W, D], and return the whole buffers."""
@@ -84,9 +81,9 @@ class CacheView:
         return self.keys, self.values
 
     def make_mask(self, width: int, return_array: bool = True, window_size: int | None = None) -> mx.array:
-        """Mask of this window, see `attention_mask`; always an array, with an axis more where scores have it."""
-        mask = attention_mask(self.offset, width, self.keys.shape[2], window_size or self._window)
-        return mask[:, :, None] if self._grouped else mask  # [B, 1, W, C] -> [B, 1, 1, W, C]
+        """Mask of this window, see `attention_mask`; always an array."""
+        window = self._window if window_size is None else window_size
+        return attention_mask(self.offset, width, self.keys.shape[2], window)
 
 
 def insert_row(buffers: mx.array, row: mx.array, index: int) -> mx.array:

@@ -54,13 +54,6 @@ def test_a_view_of_a_sliding_layer_masks_by_its_own_window_unless_told_another()
     assert np.flatnonzero(np.array(view.make_mask(1, window_size=2))).tolist() == [4, 5]
 
 
-def test_a_view_of_grouped_scores_has_a_mask_with_their_axis():
-    keys = values = mx.zeros((3, 2, 8, 4))
-    assert CacheView(keys, values, mx.array([1, 2, 3], dtype=mx.int32), grouped=True).make_mask(5).shape == (
-        3, 1, 1, 5, 8,
-    )  # fmt: skip
-
-
 def test_inserting_a_row_replaces_all_of_it_and_nothing_else():
     buffers = mx.arange(12).reshape(3, 4)
     changed = insert_row(buffers, mx.full((1, 4), -1), 1)

@@ -10,11 +10,11 @@ import time
 import pytest
 from click.testing import CliRunner
 
-from posttrainllm.adapters.chat import command
 from posttrainllm.adapters.chat.conversation import Conversation
 from posttrainllm.adapters.cli import cli
 from posttrainllm.adapters.generation import Generation
-from posttrainllm.kernel.errors import CheckpointError
+from posttrainllm.adapters.loading.memory import Forecast
+from posttrainllm.kernel.errors import CheckpointError, MemoryLimitError
 
 SMALL = ("--max-tokens", "12")
 
@@ -93,7 +93,16 @@ def test_template_arguments_that_are_no_object_are_a_usage_error(name, value):
     assert len(result.stderr.splitlines()) == 1
 
 
-@pytest.mark.parametrize("option", [("--system", "x"), ("--chat-template-args", '{"a": 1}')])
+@pytest.mark.parametrize("name", ["messages", "tokenize", "add_generation_prompt", "conversation", "chat_template"])
+def test_template_arguments_that_are_not_the_users_to_set_are_named(name):
+    result = CliRunner().invoke(cli, ["chat", "--chat-template-args", json.dumps({name: True})], input="hello\n")
+    assert result.exit_code == 2
+    assert f"--chat-template-args: got {name!r}, expected arguments other than" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "option", [("--system", "x"), ("--chat-template-args", '{"a": 1}'), ("--chat-template-args", "{}")]
+)
 def test_sample_takes_them_with_chat_alone(option):
     result = CliRunner().invoke(cli, ["sample", "--prompt", "x", *option])
     assert result.exit_code == 2
@@ -149,11 +158,34 @@ def test_interrupting_a_reply_keeps_what_was_said_of_it(monkeypatch):
     assert replies[0]
 
 
+def test_a_reply_stopped_before_its_first_word_leaves_no_empty_turn(monkeypatch):
+    def interrupted(self):
+        raise KeyboardInterrupt
+        yield
+
+    monkeypatch.setattr(Generation, "__iter__", interrupted)
+    kept = []
+    monkeypatch.setattr(Conversation, "reply", lambda self, text: kept.append(text))
+    monkeypatch.setattr(Conversation, "take_back", lambda self: kept.append("taken back"))
+    assert chat(["def f(x):"]).exit_code == 0
+    assert kept == ["taken back"]
+
+
+def test_memory_that_runs_out_ends_no_conversation(monkeypatch):
+    def refuse(self):
+        raise MemoryLimitError("not enough memory for the caches")
+
+    monkeypatch.setattr(Forecast, "check", refuse)
+    result = chat(["def f(x):", "def g(x):"])
+    assert result.exit_code == 0
+    assert result.stderr.count("error: not enough memory for the caches; the message was not taken") == 2
+
+
 def test_bytes_that_are_no_text_end_a_piped_conversation_with_one_line():
     result = CliRunner().invoke(cli, ["chat", *SMALL], input=b"\xff\xfe\n")
     assert result.exit_code == 2
-    assert len(result.stderr.strip().splitlines()[-1:]) == 1
-    assert "expected text" in result.stderr
+    errors = [line for line in result.stderr.splitlines() if not line.startswith("warning:")]
+    assert errors == ["error: standard input: got bytes that are no UTF-8, expected text"]
 
 
 def test_on_a_terminal_it_prompts_answers_and_leaves_at_the_end_of_input():
@@ -183,7 +215,3 @@ def test_on_a_terminal_it_prompts_answers_and_leaves_at_the_end_of_input():
         process.kill()
         process.wait()
         os.close(ours)
-
-
-def test_the_module_names_its_command():
-    assert command.__all__ == ["chat"]

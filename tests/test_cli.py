@@ -336,3 +336,31 @@ def test_a_temporary_directory_that_cannot_hold_kernels_means_running_uncompiled
 def test_the_seed_of_a_sampled_text_is_printed():
     done = sample("--prompt", PROMPT, "--max-tokens", "8", "--temperature", "0.9", "--seed", "12345")
     assert "temperature 0.9 | seed 12345" in done.stderr
+
+
+@pytest.mark.parametrize("options", ["", "--json", "--quiet"])
+def test_a_closed_standard_output_is_one_line(options):
+    done = shell(f"SAMPLE {options} >&-")
+    assert done.returncode == 1
+    assert done.stderr == "error: cannot write the output: standard output is closed\n"
+
+
+def test_a_closed_standard_input_changes_nothing_where_a_prompt_is_given():
+    done = shell("SAMPLE --quiet <&-")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == shell("SAMPLE --quiet").stdout
+
+
+@pytest.mark.parametrize("path", ["a/" + "b" * 5000, "c" * 300])
+def test_a_path_that_is_too_long_is_no_fault_of_the_output(path):
+    result = sample(path, "--prompt", "x")
+    assert result.exit_code == 1
+    assert "File name too long" in result.stderr
+    assert "output" not in result.stderr
+
+
+@pytest.mark.parametrize("command", ["sample", "chat"])
+def test_a_system_message_that_is_no_text_is_a_usage_error(command):
+    done = shell(f"{sys.executable} -m posttrainllm {command} --system $'x\\xff' </dev/null")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: --system: got an empty text or bytes that are no UTF-8")

@@ -570,6 +570,16 @@ def test_sample_decodes_plainly_on_a_broken_verdict_for_the_same_k(pair_options,
     assert sample_json(pair_options, "--draft-k", "2")[0]["speculative"]["enabled"] is True
 
 
+def test_chat_heeds_a_broken_verdict_too(pair_options, monkeypatch):
+    with monkeypatch.context() as broken:
+        broken.setattr(accept, "coupled_accepts", lambda proposals, choice: proposals >= 0)
+        assert gate(*pair_options, *FEW).exit_code == 3
+    arguments = [str(option) for option in (*pair_options, "--draft-k", "2", "--max-tokens", "4")]
+    result = CliRunner().invoke(cli, ["chat", *arguments], input="hello\n")
+    assert result.exit_code == 0
+    assert result.stderr.count("warning: the gate calls this pair broken here") == 1
+
+
 def test_sample_heeds_a_broken_verdict_of_any_shape_and_prompts_for_the_same_models_alone(embedded_pair, own_cache):
     key = cache.gate_key(embedded_pair, plan(embedded_pair, read_prompts(None, 2), draft_k=4, max_tokens=400, cut=True))
     assert cache.known_broken(embedded_pair, 4) is None

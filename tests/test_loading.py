@@ -236,7 +236,7 @@ def test_caches_that_cannot_fit_are_refused_with_the_numbers(embedded_pair, monk
     from posttrainllm.adapters.engine import Engine
 
     monkeypatch.setattr(memory, "available_bytes", lambda: 10_000_000)
-    with pytest.raises(MemoryLimitError, match=r"caches of 4 rows of 1024 slots: got 0\.01 GB free, expected"):
+    with pytest.raises(MemoryLimitError, match=r"caches \(B=4, C=1024\): got 0\.01 GB free, expected"):
         Engine(embedded_pair, rows=4, capacity=1024, width=5)
 
 

@@ -6,14 +6,19 @@ import shutil
 import attrs
 import mlx.core as mx
 import pytest
+from click.testing import CliRunner
+from mlx import nn
 from mlx.utils import tree_flatten
 from mlx_lm.models import mamba
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 from support import bare_tokenizer, decode, random_weights, tiny_config, tiny_module, tiny_pair, without_draft
 
+from posttrainllm.adapters.cli import cli
+from posttrainllm.adapters.loading.checkpoint import read_checkpoint
+from posttrainllm.adapters.loading.memory import cast_bytes
 from posttrainllm.adapters.loading.module import model_from_module
 from posttrainllm.adapters.loading.pair import embedded_path, load_pair
-from posttrainllm.adapters.loading.pairing import check_pair
+from posttrainllm.adapters.loading.pairing import check_pair, model_notes
 from posttrainllm.kernel.errors import CheckpointError, PairError, UnsupportedModelError
 
 
@@ -81,8 +86,10 @@ def with_added(size, *pieces, special=True, **fields):
 
 def test_tokens_that_only_one_of_them_has_added_are_noted_and_do_no_harm():
     target, draft = with_added(10, "<end>", "<tool>"), with_added(10, "<end>")
-    assert check_pair(target, draft, draft_rows=16) == ("only the target has 1 added tokens, the first '<tool>'",)
-    assert check_pair(draft, target, draft_rows=16) == ("only the draft has 1 added tokens, the first '<tool>'",)
+    assert check_pair(target, draft, draft_rows=16) == (
+        "only the target has 1 of the added tokens, the first '<tool>'",
+    )
+    assert check_pair(draft, target, draft_rows=16) == ("only the draft has 1 of the added tokens, the first '<tool>'",)
 
 
 def test_added_tokens_that_differ_are_refused_naming_the_first():
@@ -128,8 +135,6 @@ def test_ids_behind_the_tokenizer_are_never_emitted(options):
 
 def test_a_config_that_leaves_the_context_to_its_class_takes_it_from_there(tmp_path, tiny_checkpoint):
     """Gemma-3's multimodal configs do: a text_config without max_position_embeddings."""
-    from posttrainllm.adapters.loading.checkpoint import read_checkpoint
-
     path = shutil.copytree(tiny_checkpoint, tmp_path / "model")
     text = {"model_type": "gemma3_text", "hidden_size": 64, "num_hidden_layers": 2, "sliding_window": 32}
     (path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
@@ -143,3 +148,55 @@ def test_a_config_that_says_nothing_of_the_context_is_refused(tmp_path, tiny_che
     (path / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=r"config\.json: max_position_embeddings is missing"):
         load_pair(path)
+
+
+def test_what_two_checkpoints_differ_in_is_told_with_verbose(tmp_path, tiny_checkpoint):
+    path = shutil.copytree(tiny_checkpoint, tmp_path / "draft")
+    (path / "generation_config.json").write_text('{"eos_token_id": [0, 7]}')
+    notes = ("text ends at the target's ids [0], not the draft's [0, 7]",)
+    assert load_pair(tiny_checkpoint, path).notes == notes
+    arguments = ["sample", str(tiny_checkpoint), "--draft-model", str(path), "--prompt", "x", "--max-tokens", "2"]
+    assert notes[0] in CliRunner().invoke(cli, [*arguments, "--verbose"]).stderr
+    assert notes[0] not in CliRunner().invoke(cli, arguments).stderr
+
+
+def test_the_forecast_of_quantised_weights_counts_their_floats_as_they_are_cast(tmp_path, tiny_checkpoint):
+    module = tiny_module(tiny_config(), seed=1, dtype=mx.bfloat16)
+    nn.quantize(module, group_size=32, bits=4)
+    path = shutil.copytree(tiny_checkpoint, tmp_path / "quantized")
+    mx.save_safetensors(str(path / "model.safetensors"), dict(tree_flatten(module.parameters())))
+    config = json.loads((path / "config.json").read_text()) | {"quantization": {"group_size": 32, "bits": 4}}
+    (path / "config.json").write_text(json.dumps(config))
+    checkpoint = read_checkpoint(path)
+    for dtype in ("bfloat16", "float32"):
+        pair = load_pair(path, dtype=dtype)
+        assert cast_bytes(checkpoint, dtype) == pair.target.weight_bytes
+
+
+@pytest.mark.parametrize(
+    ("changes", "note"),
+    [
+        ({"sliding_window": 64}, "names a sliding window of 64, which mlx-lm's llama does not have"),
+        ({"sliding_window": 64, "use_sliding_window": False}, None),
+        ({"sliding_window": 512}, None),
+        ({"sliding_window": 64, "layer_types": ["full_attention", "sliding_attention"]}, None),
+    ],
+)
+def test_a_window_that_mlx_lm_does_not_have_is_noted(tmp_path, tiny_checkpoint, changes, note):
+    path = shutil.copytree(tiny_checkpoint, tmp_path / "model")
+    (path / "config.json").write_text(json.dumps(json.loads((path / "config.json").read_text()) | changes))
+    notes = load_pair(path).notes
+    assert (note in notes[0]) if note else notes == ()
+
+
+def test_a_draft_with_a_shorter_context_and_ids_without_a_token_are_noted():
+    def model(context):
+        return model_from_module(tiny_module(tiny_config(vocab=32), seed=1), name="x", dtype="float32", context=context)
+
+    checkpoints = [read_checkpoint(embedded_path("target-16m"))] * 2
+    full = bare_tokenizer(32)
+    assert model_notes(checkpoints, [model(64), model(64)], full) == ()
+    short = model_notes(checkpoints, [model(64), model(48)], full)
+    assert short == ("nothing is proposed beyond the draft's context of 48; the target's is 64",)
+    holed = attrs.evolve(full, vocabulary={index: piece for index, piece in full.vocabulary.items() if index != 7})
+    assert model_notes(checkpoints[:1], [model(64)], holed)[0].startswith("1 ids below 32 have no token")

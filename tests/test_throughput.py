@@ -1,21 +1,23 @@
 """`posttrainllm bench`: what it says has to be true, whatever the machine's speed."""
 
 import json
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-import attrs
+import mlx.core as mx
 import pytest
 from click.testing import CliRunner
 from support import tiny_pair
 
 from posttrainllm.adapters.cli import cli
 from posttrainllm.evals.bench.check import problems
-from posttrainllm.evals.bench.contenders import Ours, contenders_for
+from posttrainllm.evals.bench.contenders import MlxLm, Ours, contenders_for
 from posttrainllm.evals.bench.costs import predicted_speedup
 from posttrainllm.evals.bench.measure import Round, measure, references
-from posttrainllm.evals.bench.summary import acceptance_by_position, complete, lines, rows
+from posttrainllm.evals.bench.summary import acceptance_by_position, format_table, missing_fields, summarize
 from posttrainllm.evals.bench.workload import measure_pair
 from posttrainllm.evals.throughput import choose_prompts
 
@@ -43,14 +45,15 @@ def test_it_prints_a_table_and_ends_in_one_json_line(result):
     for row in value["rows"]:
         assert any(row["name"] in text for text in table)
     assert max(map(len, table[:-1])) <= 100
-    assert complete(value["rows"]) == []
+    assert missing_fields(value["rows"]) == []
     assert problems(line, 0.2) == []
 
 
 def test_every_row_of_ours_equals_its_reference_and_counts_what_it_did(result):
     for row in json.loads(result.stdout.splitlines()[-1])["rows"]:
-        assert row["of"] == 2
+        assert row["prompts"] == 2
         assert not row["failed"]
+        assert row["equal"] == (2 if row["draft_k"] else None)
         if row["draft_k"]:
             assert len(row["acceptance_by_position"]) == row["draft_k"]
             assert row["acceptance_by_position"] == sorted(row["acceptance_by_position"], reverse=True)
@@ -84,9 +87,24 @@ def test_a_row_whose_output_differs_is_reported_as_failed_and_not_as_fast(monkey
     *table, line = done.stdout.splitlines()
     row = next(text for text in table if text.startswith("speculative, K=2"))
     assert "failed" in row
-    assert "= 0/1" in row
+    assert "differs 0/1" in row
     assert json.loads(line)["rows"][1]["failed"]
     assert "speculative, K=2: 0 of 1 equal the reference" in problems(line, 0.0)
+
+
+def test_mlx_lms_rate_stands_in_brackets_where_it_leaves_its_own_plain_output(monkeypatch):
+    original = MlxLm.finish
+
+    def wrong(self):
+        original(self)
+        if self.draft_k:
+            self.ids[-1] += 1
+
+    monkeypatch.setattr(MlxLm, "finish", wrong)
+    done = bench("--repeats", "1", "--draft-k", "2", "--max-tokens", "8")
+    assert done.exit_code == 0
+    row = next(text for text in done.stdout.splitlines() if text.startswith("mlx-lm speculative, K=2"))
+    assert re.search(r"\(\d+\.\d\) .* differs 0/1", row)
 
 
 def test_prompts_are_all_different_and_none_is_measured_twice(embedded_pair):
@@ -105,7 +123,7 @@ def test_the_warm_up_and_the_first_step_stay_outside_the_clock():
     log = []
 
     class Logged:
-        name, draft_k, steps = "logged", 0, ()
+        name, engine, draft_k, steps = "logged", "posttrainllm", 0, ()
 
         def begin(self, prompt, count):
             log.append(("begin", tuple(prompt)))
@@ -115,7 +133,7 @@ def test_the_warm_up_and_the_first_step_stay_outside_the_clock():
             log.append(("finish", len(self.ids)))
             self.ids = [1, 2, 3, 4, 5]
 
-    ((only,),) = measure([Logged()], [[7, 8]], 5, lambda contender, index: [1, 2, 3, 4, 5])
+    ((only,),) = measure([Logged()], [[7, 8]], 5, {"logged": [[1, 2, 3, 4, 5]]})
     assert log == [("begin", (7, 8)), ("finish", 2)]
     assert only.equal
     assert only.tokens == 5
@@ -135,13 +153,15 @@ def test_the_prediction_is_leviathans_where_a_verification_costs_one_forward():
 
 def test_ratios_are_taken_within_a_prompt_to_the_plain_row_that_was_faster_there():
     def one(name, k, speed):
-        return Round(contender=name, draft_k=k, tokens_per_s=speed, steps=((k, 1),), tokens=10, equal=True)
+        return Round(
+            contender=name, engine="posttrainllm", draft_k=k, tokens_per_s=speed, steps=((k, 1),), tokens=10, equal=True
+        )
 
     repeats = [
         [one("plain, width 1", 0, 100.0), one("speculative, K=2", 2, 300.0), one("mlx-lm plain", 0, 150.0)],
         [one("plain, width 1", 0, 200.0), one("speculative, K=2", 2, 300.0), one("mlx-lm plain", 0, 150.0)],
     ]
-    table = {row["name"]: row for row in rows(repeats, None)}
+    table = {row["name"]: row for row in summarize(repeats, None)}
     assert table["speculative, K=2"]["ratio_range"] == [1.5, 2.0]
     assert table["plain, width 1"]["ratio_range"] == [0.667, 1.0]
     assert table["mlx-lm plain"]["ratio_range"] == [0.75, 1.0]
@@ -153,21 +173,21 @@ def test_a_self_draft_is_accepted_whole_in_the_table():
     row = value["rows"][1]
     assert row["accept_rate"] == 1.0
     assert row["acceptance_by_position"] == [1.0, 1.0]
-    assert any("1.000" in text for text in lines(value["rows"]))
+    assert any("1.000" in text for text in format_table(value["rows"]))
 
 
 def test_without_a_draft_the_plain_rows_are_measured_alone(tiny_checkpoint):
-    done = bench(str(tiny_checkpoint), "--repeats", "1", "--max-tokens", "8")
+    done = bench(str(tiny_checkpoint), "--repeats", "1", "--max-tokens", "12")
     assert done.exit_code == 0, done.stderr
     value = json.loads(done.stdout.splitlines()[-1])
     assert [row["name"] for row in value["rows"]] == ["plain, width 1", "mlx-lm plain"]
     assert value["draft_model"] is value["forward_s"] is None
-    assert "no speculative row" in problems(json.dumps(value), 0.0)
+    assert problems(json.dumps(value), 0.0) == ["got no draft, expected one: nothing speculative was measured"]
 
 
 def test_the_references_are_plain_decoding_at_the_width_of_the_verification():
     pair = tiny_pair(draft="noisy")
-    first, *_ = contenders_for(attrs.evolve(pair, draft=None), [4], length=20)
+    first, *_ = contenders_for(pair.plain("test"), [4], capacity=256)
     first.begin([3, 4, 5], 10)
     first.finish()
     assert references(pair, 0, [[3, 4, 5]], 10, 256) == [first.ids]
@@ -181,11 +201,12 @@ def test_the_references_are_plain_decoding_at_the_width_of_the_verification():
         (("--draft-k", ""), "--draft-k: got ''"),
         (("--repeats", "0"), "--repeats: got 0, expected 1 or more"),
         (("--prompt-tokens", "0"), "--prompt-tokens: got 0, expected 1 or more"),
-        (("--max-tokens", "1"), "--max-tokens: got 1, expected 2 or more"),
+        (("--max-tokens", "9"), "--max-tokens: got 9, expected 10 or more"),
         (("--prompts-file", "/nowhere.jsonl"), "/nowhere.jsonl: No such file"),
         (("--plot", "x.pdf"), "--plot: got 'x.pdf', expected a file name that ends in .png"),
-        (("--plot", "/nowhere/x.png"), "--plot: got '/nowhere/x.png', expected a file in a directory that exists"),
-        (("--prompt-tokens", "300", "--max-tokens", "3"), "expected at most"),
+        (("--plot", "/nowhere/x.png"), "--plot: /nowhere/x.png: No such file"),
+        (("--plot", "/proc/x.png"), "--plot: /proc/x.png: No such file"),
+        (("--prompt-tokens", "300", "--max-tokens", "30"), "expected at most"),
     ],
 )
 def test_bad_options_are_one_line(arguments, message):
@@ -224,7 +245,7 @@ def test_a_result_that_lacks_something_is_told_so(result):
 def test_the_script_keeps_table_result_and_picture(tmp_path):
     script = Path(__file__).parent.parent / "evals" / "specdec-throughput.sh"
     done = subprocess.run(
-        [script, str(tmp_path / "kept"), "--repeats", "1", "--draft-k", "2", "--max-tokens", "16"],
+        [script, "--out", str(tmp_path / "kept"), "--repeats", "1", "--draft-k", "2", "--max-tokens", "16"],
         env={"PYTHON": sys.executable, "PATH": "/usr/bin:/bin", "HOME": str(Path.home())},
         capture_output=True,
         text=True,
@@ -233,3 +254,55 @@ def test_the_script_keeps_table_result_and_picture(tmp_path):
     assert done.returncode == 0, done.stderr
     assert {file.name for file in (tmp_path / "kept").iterdir()} == {"table.txt", "result.json", "throughput.png"}
     assert json.loads((tmp_path / "kept" / "result.json").read_text())["benchmark"] == "throughput"
+
+
+def test_a_target_that_is_not_finite_ends_the_measurement_with_one_line(tiny_checkpoint, tmp_path):
+    path = shutil.copytree(tiny_checkpoint, tmp_path / "nan")
+    weights = mx.load(str(path / "model.safetensors"))
+    weights["model.norm.weight"] = mx.full(weights["model.norm.weight"].shape, mx.nan)
+    mx.save_safetensors(str(path / "model.safetensors"), weights)
+    done = bench(str(path), "--repeats", "1", "--max-tokens", "12")
+    assert done.exit_code == 1
+    assert done.stderr.startswith("error: plain, width 1: step 1: the target's logits are not finite")
+
+
+@pytest.mark.parametrize(
+    "content", [b'{"text": "\\ud800 abc"}', b'{"text":' * 100_000, b"[]", b'{"text": 3}', b"\xff\xfe"], ids=str
+)
+def test_a_prompts_file_that_is_wrong_is_one_line(tmp_path, content):
+    file = tmp_path / "prompts.jsonl"
+    file.write_bytes(content)
+    done = bench("--prompts-file", str(file))
+    assert done.exit_code == 2
+    assert "expected a JSON object a line" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_prompts_file_may_start_with_a_byte_order_mark(tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_bytes(
+        b"\xef\xbb\xbf" + b"".join(b'{"text": "def f%d(x): return x + 1"}\n' % index for index in range(3))
+    )
+    arguments = ("--prompts-file", str(file), "--prompt-tokens", "6", "--repeats", "1", "--draft-k", "2")
+    assert bench(*arguments, "--max-tokens", "6", "--no-mlx-lm").exit_code == 0
+
+
+def test_every_prompt_starts_with_another_contender():
+    order = []
+
+    class Logged:
+        engine, draft_k, steps = "posttrainllm", 0, ()
+
+        def __init__(self, name):
+            self.name = name
+
+        def begin(self, prompt, count):
+            order.append(self.name)
+            self.ids = [1]
+
+        def finish(self):
+            self.ids = [1, 2]
+
+    repeats = measure([Logged("a"), Logged("b"), Logged("c")], [[1], [2], [3]], 2, {})
+    assert order == ["a", "b", "c", "b", "c", "a", "c", "a", "b"]
+    assert [[one.contender for one in rounds] for rounds in repeats] == [["a", "b", "c"]] * 3

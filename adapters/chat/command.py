@@ -4,16 +4,26 @@ import contextlib
 import sys
 from typing import TYPE_CHECKING, Any
 
+import attrs
 import click
 
-from posttrainllm.adapters.options import chat_options, check_k, pair_options, sampling_options, template_args
-from posttrainllm.kernel.errors import CapacityError, CheckpointError, UsageError
+from posttrainllm.adapters.chat.conversation import Conversation
+from posttrainllm.adapters.gate.heed import unless_broken
+from posttrainllm.adapters.loading.pair import Pair, load_pair
+from posttrainllm.adapters.options import (
+    chat_options,
+    check_draft_k,
+    check_system,
+    draft_options,
+    model_options,
+    parse_template_args,
+    sampling_options,
+)
+from posttrainllm.adapters.params import SamplingParams
+from posttrainllm.kernel.errors import PosttrainllmError, UsageError
 
-if TYPE_CHECKING:  # they import MLX, and --help must not
-    from posttrainllm.adapters.chat.conversation import Conversation
+if TYPE_CHECKING:  # it imports MLX, and --help must not
     from posttrainllm.adapters.generation import Generation
-    from posttrainllm.adapters.loading.pair import Pair
-    from posttrainllm.adapters.params import SamplingParams
 
 __all__ = ["chat"]
 
@@ -21,7 +31,8 @@ _HELP = "/reset forgets the conversation, /exit (or Ctrl-D) leaves, Ctrl-C stops
 
 
 @click.command()
-@pair_options()
+@model_options()
+@draft_options()
 @chat_options()
 @sampling_options(max_tokens=512)
 @click.option("--quiet", is_flag=True, help="Print no statistics after a reply.")
@@ -42,25 +53,23 @@ def chat(
     Each line is a message, and the whole conversation is kept; the accept rate follows each reply. Lines that start
     with a slash are commands: /help lists them.
     """
-    from posttrainllm.adapters.chat.conversation import Conversation
-    from posttrainllm.adapters.params import SamplingParams
-
     params = SamplingParams.from_options(options)
-    check_k(draft_k)
-    conversation = Conversation(system=system, template_args=template_args(chat_template_args))
-    from posttrainllm.adapters.gate.heed import unless_broken
-    from posttrainllm.adapters.loading.pair import load_pair
-
+    check_draft_k(draft_k)
+    check_system(system)
+    conversation = Conversation(system=system, template_args=parse_template_args(chat_template_args))
+    if sys.stdin is None:
+        raise UsageError("got no standard input, expected a terminal or lines of text")
     pair = unless_broken(load_pair(model, draft_model, speculate=not no_draft, dtype=dtype), draft_k)
     if not pair.tokenizer.has_chat_template:
         click.echo("warning: the checkpoint has no chat template; a plain User/Assistant one is used", err=True)
-    on_terminal = sys.stdin is not None and sys.stdin.isatty()
+    session = _Session(conversation, pair, params, draft_k=draft_k, quiet=quiet)
+    on_terminal = sys.stdin.isatty()
     if on_terminal:
         click.echo(_HELP, err=True)
         with contextlib.suppress(ImportError):  # lines can then be edited and called back
             import readline  # noqa: F401
-    while (line := _read(on_terminal)) is not None:
-        _turn(line, conversation, pair, params, draft_k, quiet=quiet)
+    while (line := _read(on_terminal)) is not None and session.take(line):
+        pass
 
 
 def _read(on_terminal: bool) -> str | None:
@@ -84,37 +93,55 @@ def _read(on_terminal: bool) -> str | None:
             click.echo("error: got bytes that are no UTF-8, expected text", err=True)
 
 
-def _turn(
-    line: str, conversation: "Conversation", pair: "Pair", params: "SamplingParams", draft_k: int, *, quiet: bool
-) -> None:
-    """One line: a command, or a message and its reply. What cannot be answered is forgotten and the rest kept."""
-    from posttrainllm.adapters.generation import Generation
+@attrs.frozen(eq=False)
+class _Session:
+    """What every line is taken with."""
 
-    command = line.strip()
-    if command in ("/exit", "/quit"):
-        raise click.exceptions.Exit(0)
-    if command == "/reset":
-        conversation.reset()
-        click.echo("the conversation is forgotten", err=True)
-    elif command.startswith("/"):
-        known = command == "/help"
-        click.echo(
-            _HELP if known else f"error: got {command.split()[0]!r}, expected one of /help /reset /exit", err=True
-        )
-    elif command:
-        conversation.ask(line)
+    conversation: Conversation
+    pair: Pair
+    params: SamplingParams
+    draft_k: int = attrs.field(kw_only=True)
+    quiet: bool = attrs.field(kw_only=True)
+
+    def take(self, line: str) -> bool:
+        """Carry out a command, or answer a message; whether the session goes on."""
+        command = line.strip()
+        if command in ("/exit", "/quit"):
+            return False
+        if command == "/help":
+            click.echo(_HELP, err=True)
+        elif command == "/reset":
+            self.conversation.reset()
+            click.echo("the conversation is forgotten", err=True)
+        elif command.startswith("/"):
+            click.echo(f"error: got {command.split()[0]!r}, expected one of /help /reset /exit", err=True)
+        elif command:
+            self._answer(line)
+        return True
+
+    def _answer(self, line: str) -> None:
+        """A message and its reply. What cannot be answered is forgotten, and the rest is kept."""
+        from posttrainllm.adapters.generation import Generation
+
+        self.conversation.ask(line)
         try:
-            generation = Generation(pair, conversation.encode(pair.tokenizer), params, draft_k=draft_k)
-        except (CapacityError, CheckpointError) as error:
-            conversation.take_back()
+            ids = self.conversation.encode(self.pair.tokenizer)
+            generation = Generation(self.pair, ids, self.params, draft_k=self.draft_k)
+            _stream(generation)
+        except PosttrainllmError as error:
+            self.conversation.take_back()
             click.echo(f"error: {error}; the message was not taken, /reset starts anew", err=True)
             return
-        conversation.reply(_stream(generation))
-        if not quiet:
+        text = generation.result().text
+        if text:
+            self.conversation.reply(text)
+        else:  # stopped before its first word: templates refuse an empty turn
+            self.conversation.take_back()
+        if not self.quiet:
             _report(generation)
 
 
-def _stream(generation: "Generation") -> str:
+def _stream(generation: "Generation") -> None:
     """Print a reply as it is decoded, until it ends or Ctrl-C stops it."""
     try:
         for chunk in generation:
@@ -122,11 +149,10 @@ def _stream(generation: "Generation") -> str:
     except KeyboardInterrupt:
         click.echo(generation.cancel().text, nl=False)
     click.echo()
-    return generation.result().text
 
 
 def _report(generation: "Generation") -> None:
-    """One line behind a reply."""
+    """One line after a reply."""
     result = generation.result()
     usage, rate = result.usage, result.timings.decode_tokens_per_s
     parts = [f"{usage.completion_tokens} tokens" + ("" if rate is None else f", {rate:.1f} tok/s")]

@@ -47,4 +47,4 @@ class Conversation:
             CheckpointError: the chat template fails, for example since it knows no system message.
         """
         first = [] if self.system is None else [{"role": "system", "content": self.system}]
-        return tokenizer.encode_chat(first + self.messages, **self.template_args)
+        return tokenizer.encode_chat(first + self.messages, self.template_args)

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from posttrainllm.adapters.gate.prompts import read_prompts
-from posttrainllm.adapters.loading.pair import DTYPES
-from posttrainllm.adapters.options import check_k
+from posttrainllm.adapters.options import check_draft_k, model_options
 from posttrainllm.kernel.errors import UsageError
 
 if TYPE_CHECKING:  # they import MLX, and --help must not
@@ -24,15 +23,13 @@ FAILED = 3
 
 
 @click.command()
-@click.argument("model", required=False)
-@click.option("--draft-model", metavar="PATH", help="Directory of the draft. Default: the embedded one without MODEL.")
+@model_options()
 @click.option("--draft-k", type=int, default=4, show_default=True, help="Tokens the draft proposes a step, 1 to 32.")
 @click.option(
     "--prompts", type=int, metavar="N", help="Take the first N prompts. Default: all, 100 of the package's set."
 )
 @click.option("--prompts-file", metavar="FILE", help="JSON lines with a `text`. Default: the package's set.")
 @click.option("--max-tokens", type=int, default=128, show_default=True, help="Tokens to generate a prompt.")
-@click.option("--dtype", type=click.Choice(DTYPES), default="auto", show_default=True, help="As in `sample`.")
 @click.option("--strict", is_flag=True, help="Exit with 3 also where only width 1 differs, at near-ties.")
 @click.option("--fresh", is_flag=True, help="Run although a verdict is on file.")
 @click.option("--report", is_flag=True, help="Print a block to paste into a bug report.")
@@ -86,7 +83,7 @@ def checked(
     Raises:
         PosttrainllmError: see `posttrainllm.kernel.errors`.
     """
-    check_k(draft_k)
+    check_draft_k(draft_k)
     if max_tokens < 1:
         raise UsageError(f"--max-tokens: got {max_tokens}, expected 1 or more")
     texts = read_prompts(prompts_file, prompts)

@@ -36,6 +36,8 @@ class Checkpoint:
     context: int | None
     """Positions the model was made for; None where the config does not say."""
     quantized: bool
+    float_bytes: dict[str, int]
+    """Bytes of `weight_bytes` that are floating, by dtype; the others are packed integers."""
 
 
 @contextmanager
@@ -79,7 +81,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
 def _read_checkpoint(path: Path) -> Checkpoint:
     if not path.is_dir():
         found = "a file" if path.exists() else "nothing there"
-        raise CheckpointError(f"{path}: got {found}, expected a model directory")
+        raise CheckpointError(f"{path}: got {found}, expected a model directory, or an id of the hub: owner/name")
     config = read_json(path / "config.json")
     if not (path / "tokenizer.json").is_file():
         raise CheckpointError(f"{path}: tokenizer.json is missing")
@@ -97,6 +99,7 @@ def _read_checkpoint(path: Path) -> Checkpoint:
         dtype=max(floats, key=lambda name: floats[name]),
         context=_context(path, config),
         quantized="quantization" in config or "quantization_config" in config,
+        float_bytes=floats,
     )
 
 
@@ -169,14 +172,18 @@ def _context(path: Path, config: dict[str, Any]) -> int | None:
     nested = config.get("text_config")
     for scope in (config, nested if isinstance(nested, dict) else {}):
         for name in _CONTEXT_FIELDS:
-            value = scope.get(name)
-            if value is not None:
-                if not isinstance(value, int) or value < 2:
-                    raise CheckpointError(f"{path}/config.json: {name}: got {value!r}, expected 2 or more")
-                return min(value, _MOST_POSITIONS)
+            if scope.get(name) is not None:
+                return _checked_context(path, name, scope[name])
     if isinstance(nested, dict):  # such configs leave out what transformers' own classes have as default
         from transformers import AutoConfig
 
-        value = getattr(AutoConfig.from_pretrained(path).get_text_config(), _CONTEXT_FIELDS[0], None)
-        return min(value, _MOST_POSITIONS) if isinstance(value, int) else None
+        inner = AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config()
+        value = getattr(inner, _CONTEXT_FIELDS[0], None)
+        return None if value is None else _checked_context(path, _CONTEXT_FIELDS[0], value)
     return None
+
+
+def _checked_context(path: Path, name: str, value: Any) -> int:
+    if not isinstance(value, int) or value < 2:
+        raise CheckpointError(f"{path}/config.json: {name}: got {value!r}, expected a whole number from 2 up")
+    return min(value, _MOST_POSITIONS)

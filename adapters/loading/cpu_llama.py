@@ -18,16 +18,18 @@ from posttrainllm.kernel.state import KVCache
 
 __all__ = ["cpu_llama_forward", "exp"]
 
-# exp(x) = 2**n * exp(r), with n = round(x / ln 2) and |r| <= ln(2) / 2
+# exp(x) = 2**exponent * exp(remainder), with exponent = round(x / ln 2) and |remainder| <= ln(2) / 2
 _LOG2_E = 1.0 / math.log(2.0)
 _ROUND = 1.5 * 2.0**23  # adding it rounds to an integer, which then stands in the low bits
-_LN2_HIGH = 0.693145751953125  # 16 bits, so that n * _LN2_HIGH is exact
+_LN2_HIGH = 0.693145751953125  # 16 bits, so that exponent * _LN2_HIGH is exact
 _LN2_LOW = math.log(2.0) - _LN2_HIGH
-_COEFFICIENTS = (1.0, 1.0, 0.5, 0.16666665459, 0.0416657731, 0.00833345879, 0.0013981999)  # minimax for that r
+# degree 6, the first two as in the series; the others fitted on that interval for the least relative error (3e-9), by
+# least squares with Lawson's weights
+_COEFFICIENTS = (1.0, 1.0, 0.49999994, 0.16666521, 0.041668389, 0.0083687101, 0.0013814613)
 
 
 def exp(x: mx.array) -> mx.array:
-    """e**x in plain arithmetic, at most 4e-7 off relative to the value; NaN stays NaN.
+    """e**x in plain arithmetic, at most 2e-7 off relative to the value; NaN stays NaN.
 
     Args:
         x: float32 of any shape; taken as -87 below it and as 88 above, where float32 ends.
@@ -37,12 +39,12 @@ def exp(x: mx.array) -> mx.array:
     """
     x = mx.clip(x, -87.0, 88.0)
     shifted = x * _LOG2_E + _ROUND
-    n = shifted - _ROUND
-    r = x - n * _LN2_HIGH - n * _LN2_LOW
+    exponent = shifted - _ROUND
+    remainder = x - exponent * _LN2_HIGH - exponent * _LN2_LOW
     series = mx.full((), _COEFFICIENTS[-1])
     for coefficient in reversed(_COEFFICIENTS[:-1]):
-        series = coefficient + r * series
-    power = mx.left_shift(mx.view(shifted, mx.int32) + 127, 23)  # n in the place of the exponent
+        series = coefficient + remainder * series
+    power = mx.left_shift(mx.view(shifted, mx.int32) + 127, 23)  # the integer in the place of a float's exponent
     return series * mx.view(power, mx.float32)
 
 
@@ -60,8 +62,8 @@ def cpu_llama_forward(module: Module) -> Forward | None:
     rope = module.layers[0].self_attn.rope
     if type(rope) is not RoPE or rope.traditional or rope.dims != module.layers[0].self_attn.head_dim:
         return None
-    half = mx.arange(0, rope.dims, 2, dtype=mx.float32) / rope.dims
-    frequencies = rope.scale * mx.exp(-math.log(rope.base) * half)  # [D / 2]
+    exponents = mx.arange(0, rope.dims, 2, dtype=mx.float32) / rope.dims
+    frequencies = rope.scale * mx.exp(-math.log(rope.base) * exponents)  # [D / 2]
     mx.eval(frequencies)
 
     def forward(tokens: mx.array, kv: KVCache, position: mx.array) -> tuple[mx.array, KVCache]:

@@ -26,10 +26,14 @@ def locate(model: str | Path) -> Path:
         CheckpointError: there is no such directory and the hub does not give the model.
     """
     path = Path(model)
-    if path.exists() or path.is_symlink() or not _ID.fullmatch(str(model)):
+    try:
+        here = path.exists() or path.is_symlink()
+    except OSError as error:  # a name too long, a folder that may not be read
+        raise CheckpointError(f"{str(model)[:100]}: {error.strerror or error}") from None
+    if here or not _ID.fullmatch(str(model)):
         return path
     import huggingface_hub
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
     from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined] # named nowhere but there
 
     if sys.stderr is None or not sys.stderr.isatty():
@@ -44,6 +48,6 @@ def locate(model: str | Path) -> Path:
         else:
             why = " (does it exist, is it private or gated?)" if code in (401, 403, 404) else ""
             problem = f"the hub answers {code}{why}"
-    except (HFValidationError, OSError, ValueError) as error:
+    except Exception as error:  # a full disk, or whatever the client makes of an answer that it does not expect
         problem = f"the hub does not give it ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
     raise CheckpointError(f"{model}: got neither a directory here nor a model of the hub: {problem}")

@@ -10,7 +10,7 @@ import mlx.core as mx
 from posttrainllm.adapters.loading.checkpoint import Checkpoint
 from posttrainllm.kernel.errors import MemoryLimitError
 
-__all__ = ["Forecast", "available_bytes", "check_weights", "dtype_size"]
+__all__ = ["Forecast", "available_bytes", "cast_bytes", "check_weights", "dtype_size"]
 
 _SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -36,6 +36,12 @@ def available_bytes() -> int | None:
     return min(known) if known else None
 
 
+def cast_bytes(checkpoint: Checkpoint, dtype: str) -> float:
+    """Bytes of a checkpoint's tensors once the floating ones are cast; packed ones keep their bits."""
+    grown = sum(size * (dtype_size(dtype) / dtype_size(stored) - 1) for stored, size in checkpoint.float_bytes.items())
+    return checkpoint.weight_bytes + grown
+
+
 def check_weights(checkpoints: Sequence[Checkpoint], dtypes: Sequence[str]) -> None:
     """Refuse models whose weights cannot fit.
 
@@ -46,10 +52,7 @@ def check_weights(checkpoints: Sequence[Checkpoint], dtypes: Sequence[str]) -> N
     Raises:
         MemoryLimitError: with the numbers.
     """
-    need = sum(
-        checkpoint.weight_bytes * (1 if checkpoint.quantized else dtype_size(dtype) / dtype_size(checkpoint.dtype))
-        for checkpoint, dtype in zip(checkpoints, dtypes, strict=True)
-    )
+    need = sum(cast_bytes(checkpoint, dtype) for checkpoint, dtype in zip(checkpoints, dtypes, strict=True))
     _check(need, "the weights", available_bytes())
 
 
@@ -77,7 +80,7 @@ class Forecast:
         Raises:
             MemoryLimitError: with the numbers.
         """
-        _check(self.caches, f"the key/value caches of {self.rows} rows of {self.capacity} slots", self.free)
+        _check(self.caches, f"the key/value caches (B={self.rows}, C={self.capacity})", self.free)
 
     @property
     def description(self) -> str:

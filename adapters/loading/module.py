@@ -1,5 +1,6 @@
 """An mlx-lm module as a pure `Forward`."""
 
+import platform
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from mlx.nn.layers.base import Module
 from mlx.utils import tree_reduce
 
 from posttrainllm.adapters.loading.checkpoint import Checkpoint
+from posttrainllm.adapters.runtime import start
 from posttrainllm.kernel.cache import CacheView
 from posttrainllm.kernel.errors import CheckpointError, UnsupportedModelError
 from posttrainllm.kernel.forward import Forward
@@ -34,6 +36,10 @@ class Model:
     kv_dtype: mx.Dtype
     variant: str = "module"
     """Which forward it is: "module" (mlx-lm's own) or "cpu_llama". Bits may differ between variants."""
+    windows: tuple[int | None, ...] = ()
+    """The sliding window of every layer, None for full attention."""
+    family: str = "model"
+    """mlx-lm's name of the architecture."""
     module: Module | None = attrs.field(default=None, repr=False)
     """mlx-lm's own, for its loops beside ours; None where the forward is none of its modules."""
     weight_bytes: int = 0
@@ -69,11 +75,11 @@ def module_forward(module: Module, windows: Sequence[int | None]) -> Forward:
     Returns:
         The pure forward.
     """
-    grouped = _has_grouped_scores(module)
+    view_class = _view_class(module)
 
     def forward(tokens: mx.array, kv: KVCache, position: mx.array) -> tuple[mx.array, KVCache]:
         views = [
-            CacheView(keys, values, position, window=window, grouped=grouped)
+            view_class(keys, values, position, window=window)
             for (keys, values), window in zip(kv, windows, strict=True)
         ]
         logits = module(tokens, cache=views)
@@ -131,17 +137,18 @@ def model_from_module(module: Module, *, name: str, dtype: str, context: int) ->
     caches: list[Any] = make_prompt_cache(module)
     windows = [_window(name, index, cache) for index, cache in enumerate(caches)]
     logits = module(mx.zeros((1, 1), dtype=mx.int32), cache=caches)  # lazy: only its shape is read
-    on_cpu = mx.default_device().type == mx.DeviceType.cpu
-    fused = cpu_llama_forward(module) if on_cpu else None
+    forward = cpu_llama_forward(module) if _vectorises() else None
     model = Model(
-        forward=fused or module_forward(module, windows),
-        variant="module" if fused is None else "cpu_llama",
+        forward=forward or module_forward(module, windows),
+        variant="module" if forward is None else "cpu_llama",
         name=name,
         dtype=dtype,
         vocab_size=logits.shape[-1],
         context=context,
         kv_shapes=tuple((c.keys.shape[1], c.keys.shape[3], c.values.shape[3]) for c in caches),
         kv_dtype=caches[0].keys.dtype,
+        windows=tuple(windows),
+        family=type(module).__module__.rsplit(".", 1)[-1],
         module=module,
         weight_bytes=tree_reduce(
             lambda total, array: total + array.nbytes,
@@ -169,18 +176,34 @@ def _window(name: str, index: int, cache: Any) -> int | None:
     )
 
 
-def _has_grouped_scores(module: Module) -> bool:
-    """Gemma-2 computes attention itself, on scores that have an axis for the query heads of a key head."""
+def _vectorises() -> bool:
+    """Whether a forward of many small operations pays: fused by the C++ compiler, where MLX's own `exp` is scalar."""
+    runtime = start()
+    return runtime.device == "cpu" and runtime.compiled and platform.machine().lower() in ("x86_64", "amd64")
+
+
+class _GroupedView(CacheView):
+    """For layers whose scores have an axis for the query heads of a key head: [B, H, G, W, C]."""
+
+    def make_mask(self, width: int, return_array: bool = True, window_size: int | None = None) -> mx.array:
+        return super().make_mask(width, return_array, window_size)[:, :, None]  # [B, 1, W, C] -> [B, 1, 1, W, C]
+
+
+def _view_class(module: Module) -> type[CacheView]:
+    """Gemma-2 computes attention itself, and adds its mask to such scores."""
     from mlx_lm.models import gemma2
 
-    return isinstance(module, gemma2.Model) and module.layers[0].self_attn.repeats > 1
+    grouped = isinstance(module, gemma2.Model) and module.layers[0].self_attn.repeats > 1
+    return _GroupedView if grouped else CacheView
 
 
 def _check_traceable(model: Model) -> None:
     """Trace the forward once: one that reads the value of a position cannot be a pure function of arrays."""
-    kv = model.make_kv(1, 8)
+    rows = 3  # one would hide a mask that lines up with the wrong axis
     try:
-        compile_prefill(model.forward)(mx.zeros((1, 2), dtype=mx.int32), kv, mx.zeros((1,), dtype=mx.int32))
+        compile_prefill(model.forward)(
+            mx.zeros((rows, 2), dtype=mx.int32), model.make_kv(rows, 8), mx.zeros((rows,), dtype=mx.int32)
+        )
     except (ValueError, TypeError, RuntimeError) as error:
         text = " ".join(str(error).split())[:200]
         raise UnsupportedModelError(f"{model.name}: its forward cannot be compiled: {text}") from None

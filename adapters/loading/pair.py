@@ -8,7 +8,7 @@ import attrs
 
 from posttrainllm.adapters.loading.checkpoint import Checkpoint, read_checkpoint, readable
 from posttrainllm.adapters.loading.hub import locate
-from posttrainllm.adapters.loading.pairing import check_pair
+from posttrainllm.adapters.loading.pairing import check_pair, model_notes
 from posttrainllm.adapters.loading.tokenizer import Tokenizer, load_tokenizer
 from posttrainllm.adapters.runtime import Runtime, start
 from posttrainllm.kernel.errors import CheckpointError, UsageError
@@ -33,7 +33,7 @@ class Pair:
     reason: str | None
     """Why nothing is drafted; None with a draft."""
     notes: tuple[str, ...] = ()
-    """In what the two tokenizers differ without harm."""
+    """What is worth knowing of the models and changes no promise; for `--verbose`."""
     compiled: dict[Hashable, Any] = attrs.field(init=False, factory=dict, repr=False)
     """Compiled functions of these models, shared by all engines: a second request traces nothing. `attrs.evolve` starts
     a new one."""
@@ -70,8 +70,8 @@ def load_pair(
         model: the target, a directory or an id of the hub.
         draft_model: the draft, the same.
         speculate: False loads no draft.
-        dtype: one of DTYPES, for both models. "auto" is each checkpoint's own, except on a CPU with a real BLAS, where
-            float32 holds the same weights without loss and is faster.
+        dtype: one of DTYPES, for both models. "auto" is each checkpoint's own, except on a CPU: float32 holds the same
+            weights without loss and is faster there, given a real BLAS or quantised weights.
 
     Returns:
         The loaded pair.
@@ -105,15 +105,17 @@ def load_pair(
     ]
     if draft_model is None:
         reason = "the draft was switched off" if not speculate else "no draft model was given"
-        return Pair(target=models[0], draft=None, tokenizer=tokenizers[0], runtime=runtime, reason=reason)
-    notes = check_pair(*tokenizers, draft_rows=models[1].vocab_size)
+        notes = model_notes(checkpoints, models, tokenizers[0])
+        return Pair(target=models[0], draft=None, tokenizer=tokenizers[0], runtime=runtime, reason=reason, notes=notes)
+    differences = check_pair(*tokenizers, draft_rows=models[1].vocab_size)
+    notes = differences + model_notes(checkpoints, models, tokenizers[0])
     return Pair(target=models[0], draft=models[1], tokenizer=tokenizers[0], runtime=runtime, reason=None, notes=notes)
 
 
 def _resolve_dtype(dtype: str, checkpoint: Checkpoint, runtime: Runtime) -> str:
     if dtype != "auto":
         return dtype
-    if runtime.device == "cpu" and runtime.fast_float32 and not checkpoint.quantized:
+    if runtime.device == "cpu" and (runtime.fast_float32 or checkpoint.quantized):
         return "float32"
     return checkpoint.dtype
 

@@ -1,9 +1,16 @@
 """Whether two models mean the same by every id."""
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from posttrainllm.adapters.loading.checkpoint import Checkpoint
 from posttrainllm.adapters.loading.tokenizer import Tokenizer
 from posttrainllm.kernel.errors import PairError
 
-__all__ = ["check_pair"]
+if TYPE_CHECKING:  # it imports MLX, and the BLAS must come first
+    from posttrainllm.adapters.loading.module import Model
+
+__all__ = ["check_pair", "model_notes"]
 
 
 def check_pair(target: Tokenizer, draft: Tokenizer, *, draft_rows: int) -> tuple[str, ...]:
@@ -24,11 +31,11 @@ def check_pair(target: Tokenizer, draft: Tokenizer, *, draft_rows: int) -> tuple
         PairError: naming the first id that differs.
     """
     for index in sorted(target.vocabulary.keys() | draft.vocabulary.keys()):
-        ours, theirs = target.vocabulary.get(index), draft.vocabulary.get(index)
-        added = (theirs is None and index in target.added_ids) or (ours is None and index in draft.added_ids)
-        if ours != theirs and not added:
+        expected, got = target.vocabulary.get(index), draft.vocabulary.get(index)
+        added = (got is None and index in target.added_ids) or (expected is None and index in draft.added_ids)
+        if got != expected and not added:
             raise PairError(
-                f"{draft.path}: its tokenizer differs from the target's: id {index} is {theirs!r}, expected {ours!r}"
+                f"{draft.path}: its tokenizer differs from the target's: id {index} is {got!r}, expected {expected!r}"
             )
     if draft_rows < 2:
         raise PairError(f"{draft.path}: got {draft_rows} rows of logits, expected 2 or more")
@@ -40,7 +47,7 @@ def _differences(target: Tokenizer, draft: Tokenizer) -> list[str]:
     for one, other, name in ((target, draft, "target"), (draft, target, "draft")):
         only = sorted(one.vocabulary.keys() - other.vocabulary.keys())
         if only:
-            lines.append(f"only the {name} has {len(only)} added tokens, the first {one.vocabulary[only[0]]!r}")
+            lines.append(f"only the {name} has {len(only)} of the added tokens, the first {one.vocabulary[only[0]]!r}")
     shared = target.vocabulary.keys() & draft.vocabulary.keys()
     special = sorted((target.special_ids ^ draft.special_ids) & shared)
     if special:
@@ -48,3 +55,33 @@ def _differences(target: Tokenizer, draft: Tokenizer) -> list[str]:
     if target.eos_ids != draft.eos_ids:
         lines.append(f"text ends at the target's ids {sorted(target.eos_ids)}, not the draft's {sorted(draft.eos_ids)}")
     return lines
+
+
+def model_notes(checkpoints: Sequence[Checkpoint], models: Sequence["Model"], tokenizer: Tokenizer) -> tuple[str, ...]:
+    """What a user may want to know of models that load.
+
+    Args:
+        checkpoints: of the target, and of the draft where there is one.
+        models: of the same.
+        tokenizer: the target's.
+
+    Returns:
+        One line each.
+    """
+    lines = []
+    for checkpoint, model in zip(checkpoints, models, strict=True):
+        window = checkpoint.config.get("sliding_window")
+        used = checkpoint.config.get("use_sliding_window", True)
+        if type(window) is int and window < model.context and used and not any(model.windows):
+            lines.append(
+                f"{model.label}: its config names a sliding window of {window}, which mlx-lm's {model.family} does not "
+                "have: beyond it, attention is full"
+            )
+    contexts = [model.context for model in models]
+    if contexts[-1] < contexts[0]:
+        lines.append(f"nothing is proposed beyond the draft's context of {contexts[1]}; the target's is {contexts[0]}")
+    size = min(models[0].vocab_size, tokenizer.size)
+    holes = size - sum(index < size for index in tokenizer.vocabulary)
+    if holes:
+        lines.append(f"{holes} ids below {size} have no token in the tokenizer; they would be emitted as no text")
+    return tuple(lines)

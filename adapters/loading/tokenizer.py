@@ -1,7 +1,8 @@
 """Text to ids and back, through mlx-lm's loader."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import attrs
@@ -37,12 +38,14 @@ class Tokenizer:
         """Ids of a prompt, with the special ids the tokenizer puts in front."""
         return list(self.backend.encode(text, verbose=False))  # the length is checked, and said, by whoever asks
 
-    def encode_chat(self, messages: Sequence[dict[str, str]], **template_args: Any) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[dict[str, str]], template_args: Mapping[str, Any] = MappingProxyType({})
+    ) -> list[int]:
         """Ids of a conversation that the model is to continue, by the checkpoint's chat template or a plain one.
 
         Args:
             messages: each with "role" and "content".
-            **template_args: what the template is given besides, as `enable_thinking`; the plain one takes none.
+            template_args: what the template is given besides, as `enable_thinking`; the plain one takes none.
 
         Returns:
             The ids.
@@ -84,7 +87,7 @@ def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
     from mlx_lm.tokenizer_utils import load  # pulls in transformers: seconds
 
     with readable(checkpoint.path, "its tokenizer cannot be read"):
-        backend = load(checkpoint.path)
+        backend = load(checkpoint.path, {"trust_remote_code": False})
         vocabulary = {index: piece for piece, index in backend.get_vocab().items()}
         added = dict(getattr(backend, "added_tokens_decoder", {}))
     if not vocabulary:

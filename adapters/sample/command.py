@@ -7,20 +7,32 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from posttrainllm.adapters.options import chat_options, check_k, pair_options, sampling_options, template_args
+from posttrainllm.adapters.chat.conversation import Conversation
+from posttrainllm.adapters.gate.heed import unless_broken
+from posttrainllm.adapters.loading.pair import Pair, load_pair
+from posttrainllm.adapters.options import (
+    chat_options,
+    check_draft_k,
+    check_system,
+    draft_options,
+    model_options,
+    parse_template_args,
+    sampling_options,
+)
+from posttrainllm.adapters.params import MAX_DRAFT_K, SamplingParams, check_width
 from posttrainllm.adapters.sample.prompt import read_prompt
 from posttrainllm.kernel.errors import UsageError
 
 if TYPE_CHECKING:  # it imports MLX, and --help must not
     from posttrainllm.adapters.generation import Generation
-    from posttrainllm.adapters.loading.pair import Pair
     from posttrainllm.adapters.replay.writer import TraceWriter
 
 __all__ = ["sample"]
 
 
 @click.command()
-@pair_options()
+@model_options()
+@draft_options()
 @click.option("--prompt", metavar="TEXT", help="The prompt. Default: standard input.")
 @click.option("--prompt-file", metavar="FILE", help="Read the prompt from a UTF-8 file.")
 @click.option("--chat", is_flag=True, help="Wrap the prompt in the checkpoint's chat template.")
@@ -61,23 +73,19 @@ def sample(
 
     No MODEL: the embedded pair. A draft alone: the embedded target. MODEL alone: plain decoding.
     """
-    from posttrainllm.adapters.params import SamplingParams
-
     params = SamplingParams.from_options(options)
     plain = no_draft or (model is not None and draft_model is None)
     _check_widths(draft_k, plain_width, plain)
-    extra = template_args(chat_template_args)
-    if not chat and (system is not None or extra):
+    check_system(system)
+    template_args = parse_template_args(chat_template_args)
+    if not chat and (system is not None or chat_template_args is not None):
         raise UsageError("--system and --chat-template-args: got them without --chat, expected --chat beside them")
     text = read_prompt(prompt, prompt_file)
     with _status(enabled=not (quiet or as_json)) as status:
-        from posttrainllm.adapters.gate.heed import unless_broken
-        from posttrainllm.adapters.loading.pair import load_pair
-
         pair = unless_broken(load_pair(model, draft_model, speculate=not no_draft, dtype=dtype), draft_k)
         from posttrainllm.adapters.generation import Generation
 
-        ids = _encode_chat(pair, text, system, extra) if chat else pair.tokenizer.encode(text)
+        ids = _encode_chat(pair, text, system, template_args) if chat else pair.tokenizer.encode(text)
         if chat and not pair.tokenizer.has_chat_template:
             click.echo("warning: the checkpoint has no chat template; a plain User/Assistant one is used", err=True)
         status.update("prefill; the first run on a CPU also compiles kernels, for some seconds")
@@ -107,10 +115,8 @@ def _recorder(path: str | None) -> "AbstractContextManager[TraceWriter | None]":
     return TraceWriter(path)
 
 
-def _encode_chat(pair: "Pair", text: str, system: str | None, extra: dict[str, Any]) -> list[int]:
-    from posttrainllm.adapters.chat.conversation import Conversation
-
-    conversation = Conversation(system=system, template_args=extra)
+def _encode_chat(pair: Pair, text: str, system: str | None, template_args: dict[str, Any]) -> list[int]:
+    conversation = Conversation(system=system, template_args=template_args)
     conversation.ask(text)
     return conversation.encode(pair.tokenizer)
 
@@ -137,9 +143,7 @@ def _run(generation: "Generation", *, echo: bool, stop_status: Any) -> int:
 
 
 def _check_widths(draft_k: int, plain_width: int | None, plain: bool) -> None:
-    from posttrainllm.adapters.params import MAX_DRAFT_K, check_width
-
-    check_k(draft_k)
+    check_draft_k(draft_k)
     if plain_width is not None:
         check_width("plain-width", plain_width, 1, MAX_DRAFT_K + 1)
         if not plain:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from posttrainllm.evals.bench.summary import complete
+from posttrainllm.evals.bench.summary import missing_fields
 
 __all__ = ["check", "problems"]
 
@@ -16,12 +16,12 @@ _SETTING = (
 )
 
 
-def problems(text: str, least: float) -> list[str]:
+def problems(text: str, min_accept_rate: float) -> list[str]:
     """Find what is wrong with a JSON line.
 
     Args:
         text: the line.
-        least: accept rate that every speculative row of ours has to reach.
+        min_accept_rate: accept rate that every speculative row of ours has to reach.
 
     Returns:
         One line each; none when all is well.
@@ -29,17 +29,20 @@ def problems(text: str, least: float) -> list[str]:
     try:
         result = json.loads(text)
         table = result["rows"]
+        if result["draft_model"] is None:
+            return ["got no draft, expected one: nothing speculative was measured"]
         found = [f"{name} is missing" for name in _SETTING if result.get(name) in (None, [])]
-        found += [f"{what} is missing" for what in complete(table)]
-        ours = [row for row in table if not row["name"].startswith("mlx-lm")]
+        found += [f"{what} is missing" for what in missing_fields(table)]
+        ours = [row for row in table if row["engine"] == "posttrainllm"]
         drafted = [row for row in ours if row["draft_k"]]
-        found += [f"{row['name']}: {row['equal']} of {row['of']} equal the reference" for row in ours if row["failed"]]
         found += [
-            f"{row['name']}: got accept rate {row['accept_rate']}, expected {least} or more"
-            for row in drafted
-            if (row["accept_rate"] or 0.0) < least
+            f"{row['name']}: {row['equal']} of {row['prompts']} equal the reference" for row in ours if row["failed"]
         ]
-        found += [] if drafted else ["no speculative row"]
+        found += [
+            f"{row['name']}: got accept rate {row['accept_rate']}, expected {min_accept_rate} or more"
+            for row in drafted
+            if (row["accept_rate"] or 0.0) < min_accept_rate
+        ]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         return [f"no result of posttrainllm bench: {type(error).__name__}: {error}"]
     return found
@@ -55,7 +58,7 @@ def check(file: Path, accept_rate: float) -> None:
         click.echo(f"error: {line}", err=True)
     if found:
         sys.exit(1)
-    click.echo("the result is complete, every output is the reference's")
+    click.echo("the result is complete, every speculative output of ours is the reference's")
 
 
 if __name__ == "__main__":

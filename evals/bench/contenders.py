@@ -5,24 +5,27 @@ mlx-lm launches one forward ahead, so one of its plain ones may start before the
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Literal, Protocol, TypeAlias
 
-import attrs
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx_lm.generate import generate_step, generation_stream, speculative_generate_step
 
-from posttrainllm.adapters.engine import Engine, capacity_for
+from posttrainllm.adapters.engine import Engine
 from posttrainllm.adapters.loading.pair import Pair
 from posttrainllm.adapters.rows import RowRequest
+from posttrainllm.kernel.errors import NonFiniteError
 
-__all__ = ["Contender", "MlxLm", "Ours", "contenders_for", "synchronize"]
+__all__ = ["Contender", "Engines", "MlxLm", "Ours", "contenders_for", "synchronize"]
+
+Engines: TypeAlias = Literal["posttrainllm", "mlx-lm"]
 
 
 class Contender(Protocol):
     """One way to decode, used again for every prompt."""
 
     name: str
+    engine: Engines
     draft_k: int
     """K; 0 where nothing is proposed."""
     ids: list[int]
@@ -45,6 +48,8 @@ class Ours:
         width: W of the target's forward.
         capacity: C, the same for all prompts.
     """
+
+    engine: Engines = "posttrainllm"
 
     def __init__(self, pair: Pair, *, width: int, capacity: int) -> None:
         self._pair, self._width, self._capacity = pair, width, capacity
@@ -70,6 +75,10 @@ class Ours:
 
     def _step(self) -> None:
         step = self._engine.step()[0]
+        if not step.finite:
+            raise NonFiniteError(
+                f"{self.name}: step {self._engine.steps}: the target's logits are not finite, nothing can be measured"
+            )
         self.ids += step.tokens
         self.steps.append((step.proposed, step.accepted))
 
@@ -82,6 +91,8 @@ class MlxLm:
         draft: another one, or None.
         draft_k: K, with a draft.
     """
+
+    engine: Engines = "mlx-lm"
 
     def __init__(self, target: Module, draft: Module | None = None, *, draft_k: int = 0) -> None:
         self._target, self._draft, self.draft_k = target, draft, draft_k
@@ -122,22 +133,20 @@ class MlxLm:
             yield from_draft
 
 
-def contenders_for(pair: Pair, draft_ks: Sequence[int], *, length: int, mlx_lm: bool = True) -> list[Contender]:
+def contenders_for(pair: Pair, draft_ks: Sequence[int], *, capacity: int, mlx_lm: bool = True) -> list[Contender]:
     """Everything that is measured on a pair.
 
     Args:
         pair: the models; without a draft only the plain ones take part.
         draft_ks: the K to measure.
-        length: tokens of a prompt and its reply together.
+        capacity: C of our engines.
         mlx_lm: whether mlx-lm's loops take part.
 
     Returns:
         Ours, plain at width 1 first, then mlx-lm's, plain first.
     """
     drafted = list(draft_ks) if pair.draft is not None else []
-    capacity = capacity_for(length, max(drafted, default=0) + 1)
-    plain = attrs.evolve(pair, draft=None)
-    found: list[Contender] = [Ours(plain, width=1, capacity=capacity)]
+    found: list[Contender] = [Ours(pair.plain("the row is plain"), width=1, capacity=capacity)]
     found += [Ours(pair, width=k + 1, capacity=capacity) for k in drafted]
     if mlx_lm and pair.target.module is not None:
         found.append(MlxLm(pair.target.module))

@@ -26,8 +26,14 @@ class Costs:
     """The target's, width 1."""
     verify: dict[int, float]
     """The target's, width K + 1, by K."""
-    draft: float
-    """The draft's, at the width it is fed in a greedy step."""
+    draft_first: float
+    """The draft's first in a step, width 2."""
+    draft_later: float
+    """Each of the draft's others, at the width it is fed in a greedy step."""
+
+    def draft(self, draft_k: int) -> float:
+        """Seconds of all the draft's forwards of a step."""
+        return self.draft_first + (draft_k - 1) * self.draft_later
 
 
 def forward_costs(pair: Pair, draft_ks: Sequence[int], *, capacity: int, position: int) -> Costs:
@@ -43,8 +49,8 @@ def forward_costs(pair: Pair, draft_ks: Sequence[int], *, capacity: int, positio
         The costs.
     """
     assert pair.draft is not None
-    narrow = draft_width(pair.runtime.device, "greedy")
-    chains = {("draft", narrow): _Chain(pair.draft, narrow, capacity, position)}
+    later = draft_width(pair.runtime.device, "greedy")
+    chains = {("draft", width): _Chain(pair.draft, width, capacity, position) for width in {2, later}}
     for width in (1, *(k + 1 for k in draft_ks)):
         chains["target", width] = _Chain(pair.target, width, capacity, position)
     times: dict[tuple[str, int], list[float]] = {name: [] for name in chains}
@@ -55,7 +61,8 @@ def forward_costs(pair: Pair, draft_ks: Sequence[int], *, capacity: int, positio
     return Costs(
         plain=medians["target", 1],
         verify={k: medians["target", k + 1] for k in draft_ks},
-        draft=medians["draft", narrow],
+        draft_first=medians["draft", 2],
+        draft_later=medians["draft", later],
     )
 
 
@@ -89,7 +96,7 @@ def predicted_speedup(alpha: float, draft_k: int, *, draft_cost: float, verify_c
     Args:
         alpha: chance that a proposal is accepted, given that those before it were; taken as the same everywhere.
         draft_k: K.
-        draft_cost: of a draft forward, in plain target forwards (the paper's c).
+        draft_cost: of a draft forward, mean of a step's, in plain target forwards (the paper's c).
         verify_cost: of the verification, in the same unit; 1 in the paper.
 
     Returns:

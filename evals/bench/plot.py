@@ -24,12 +24,17 @@ def check_plot(path: str) -> Path:
     try:
         import matplotlib  # noqa: F401 - only whether it is there
     except ImportError:
-        raise UsageError("--plot: got no matplotlib, expected it: pip install 'posttrainllm[plot]'") from None
+        raise UsageError("--plot: got no matplotlib, expected it: pip install matplotlib") from None
     target = Path(path)
     if target.suffix.lower() != ".png":
         raise UsageError(f"--plot: got {path!r}, expected a file name that ends in .png")
-    if target.is_dir() or not target.parent.is_dir():
-        raise UsageError(f"--plot: got {path!r}, expected a file in a directory that exists")
+    there = target.exists()
+    try:
+        target.open("ab").close()
+        if not there:
+            target.unlink()
+    except OSError as error:
+        raise UsageError(f"--plot: {path}: {error.strerror or error}") from None
     return target
 
 
@@ -38,7 +43,7 @@ def draw(path: Path, table: Sequence[dict[str, Any]], title: str) -> None:
 
     Args:
         path: the PNG to write.
-        table: from `summary.rows`; rows that failed are left out.
+        table: from `summary.summarize`; rows that failed are left out.
         title: pair, device and dtype.
 
     Raises:
@@ -49,8 +54,11 @@ def draw(path: Path, table: Sequence[dict[str, Any]], title: str) -> None:
     figure = Figure(figsize=(8, 6), layout="constrained")
     speed, acceptance = figure.subplots(2, 1, sharex=True)
     good = [row for row in table if not row["failed"]]
-    for prefix, label, color in (("speculative", "posttrainllm", "C0"), ("mlx-lm speculative", "mlx-lm", "C1")):
-        drafted = [row for row in good if row["name"].startswith(prefix)]
+    for label, color in (("posttrainllm", "C0"), ("mlx-lm", "C1")):
+        plain = next((row for row in good if row["engine"] == label and not row["draft_k"]), None)
+        if plain is not None:
+            speed.axhline(plain["tok_s"], color=color, linestyle="--", label=f"{label}, plain")
+        drafted = [row for row in good if row["engine"] == label and row["draft_k"]]
         if drafted:
             ks, rates = [row["draft_k"] for row in drafted], [row["tok_s"] for row in drafted]
             low_high = [[abs(row["tok_s"] - row["tok_s_range"][end]) for row in drafted] for end in (0, 1)]
@@ -59,12 +67,6 @@ def draw(path: Path, table: Sequence[dict[str, Any]], title: str) -> None:
                 acceptance.plot(
                     ks, [row["accept_rate"] for row in drafted], color=color, marker="o", label="accept rate"
                 )
-    for row, label, color in (
-        (next((row for row in good if row["name"] == "plain, width 1"), None), "posttrainllm", "C0"),
-        (next((row for row in good if row["name"] == "mlx-lm plain"), None), "mlx-lm", "C1"),
-    ):
-        if row is not None:
-            speed.axhline(row["tok_s"], color=color, linestyle="--", label=f"{label}, plain")
     longest = max((row for row in good if "predicted" in row), key=lambda row: row["draft_k"], default=None)
     if longest is not None:
         shares = longest["acceptance_by_position"]

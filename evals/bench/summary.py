@@ -7,12 +7,12 @@ from typing import Any
 from posttrainllm.evals.bench.costs import Costs, predicted_speedup
 from posttrainllm.evals.bench.measure import Round
 
-__all__ = ["REQUIRED", "acceptance_by_position", "complete", "lines", "rows"]
+__all__ = ["acceptance_by_position", "format_table", "missing_fields", "summarize"]
 
-REQUIRED = ("name", "draft_k", "tok_s", "tok_s_range", "ratio", "ratio_range", "equal", "of", "failed")
-_DRAFTED = ("accept_rate", "acceptance_by_position", "tokens_per_step")
+_EVERY = ("name", "engine", "draft_k", "tok_s", "tok_s_range", "ratio", "ratio_range", "prompts", "failed")
+_DRAFTED = ("equal", "accept_rate", "acceptance_by_position", "tokens_per_step")
 _PREDICTED = ("draft_cost", "verify_cost", "predicted", "reached")
-_LINE = "{:<25}{:>7}  {:<12}{:>7}  {:<11}{:>7}{:>7}  {:<8}"
+_LINE = "{:<25}{:>8}  {:<12}{:>6}  {:<10}{:>7}{:>7}  {}"
 _COST_LINE = "{:>3}{:>16}{:>16}{:>12}{:>10}{:>10}   {}"
 
 
@@ -33,7 +33,7 @@ def acceptance_by_position(steps: Sequence[tuple[int, int]]) -> list[float]:
     return shares
 
 
-def rows(repeats: Sequence[Sequence[Round]], costs: Costs | None) -> list[dict[str, Any]]:
+def summarize(repeats: Sequence[Sequence[Round]], costs: Costs | None) -> list[dict[str, Any]]:
     """One row a contender.
 
     Args:
@@ -50,22 +50,23 @@ def rows(repeats: Sequence[Sequence[Round]], costs: Costs | None) -> list[dict[s
         rounds = [of_prompt[column] for of_prompt in repeats]
         speeds = [one.tokens_per_s for one in rounds]
         ratios = [speed / plain for speed, plain in zip(speeds, best, strict=True)]
-        equal = sum(one.equal for one in rounds)
+        compared = [one.equal for one in rounds if one.equal is not None]
         row: dict[str, Any] = {
             "name": first.contender,
+            "engine": first.engine,
             "draft_k": first.draft_k,
             "tok_s": round(statistics.median(speeds), 2),
             "tok_s_range": [round(min(speeds), 2), round(max(speeds), 2)],
             "ratio": round(statistics.median(ratios), 3),
             "ratio_range": [round(min(ratios), 3), round(max(ratios), 3)],
-            "equal": equal,
-            "of": len(rounds),
-            "failed": equal < len(rounds),
+            "prompts": len(rounds),
+            "equal": sum(compared) if compared else None,
+            "failed": not all(compared),
         }
         if first.draft_k:
             steps = [step for one in rounds for step in one.steps]
             row |= _drafted(steps, sum(one.tokens for one in rounds))
-            if costs is not None and not first.contender.startswith("mlx-lm"):
+            if costs is not None and first.engine == "posttrainllm":
                 against = statistics.median(speed / plain for speed, plain in zip(speeds, own_plain, strict=True))
                 row |= _predicted(first.draft_k, steps, costs, against)
         found.append(row)
@@ -85,7 +86,8 @@ def _predicted(draft_k: int, steps: Sequence[tuple[int, int]], costs: Costs, aga
     """The formula wants the chance that a proposal stands once those before it do: accepted over those looked at."""
     accepted = sum(step[1] for step in steps)
     looked_at = accepted + sum(accepted_there < proposed for proposed, accepted_there in steps)
-    draft_cost, verify_cost = costs.draft / costs.plain, costs.verify[draft_k] / costs.plain
+    draft_cost = costs.draft(draft_k) / draft_k / costs.plain
+    verify_cost = costs.verify[draft_k] / costs.plain
     predicted = predicted_speedup(
         accepted / looked_at if looked_at else 0.0, draft_k, draft_cost=draft_cost, verify_cost=verify_cost
     )
@@ -97,30 +99,18 @@ def _predicted(draft_k: int, steps: Sequence[tuple[int, int]], costs: Costs, aga
     }
 
 
-def lines(table: Sequence[dict[str, Any]]) -> list[str]:
+def format_table(table: Sequence[dict[str, Any]]) -> list[str]:
     """The rows for people.
 
     Args:
-        table: from `rows`.
+        table: from `summarize`.
 
     Returns:
         Lines: rates, then for our speculative rows their costs, what the formula makes of them and how much is reached.
     """
     printed = [_LINE.format("", "tok/s", "min-max", "ratio", "min-max", "accept", "a step", "output").rstrip()]
     for row in table:
-        failed = row["failed"]
-        printed.append(
-            _LINE.format(
-                row["name"],
-                "failed" if failed else f"{row['tok_s']:.1f}",
-                "" if failed else "{:.1f}-{:.1f}".format(*row["tok_s_range"]),
-                "" if failed else f"{row['ratio']:.2f}",
-                "" if failed else "{:.2f}-{:.2f}".format(*row["ratio_range"]),
-                f"{row['accept_rate']:.3f}" if row.get("accept_rate") is not None else "",
-                f"{row['tokens_per_step']:.2f}" if "tokens_per_step" in row else "",
-                f"= {row['equal']}/{row['of']}",
-            ).rstrip()
-        )
+        printed.append(_LINE.format(*_cells(row)).rstrip())
     predicted = [row for row in table if "predicted" in row]
     if predicted:
         header = ("K", "draft / plain", "verify / plain", "predicted", "reached", "accepted", "at each position")
@@ -140,19 +130,36 @@ def lines(table: Sequence[dict[str, Any]]) -> list[str]:
     return printed
 
 
-def complete(table: Sequence[dict[str, Any]]) -> list[str]:
+def _cells(row: dict[str, Any]) -> list[str]:
+    """A row that failed has no rate; one of mlx-lm's, which promises nothing, has it in brackets."""
+    ours = row["engine"] == "posttrainllm"
+    rates = [
+        f"{row['tok_s']:.1f}",
+        "{:.1f}-{:.1f}".format(*row["tok_s_range"]),
+        f"{row['ratio']:.2f}",
+        "{:.2f}-{:.2f}".format(*row["ratio_range"]),
+    ]
+    if row["failed"]:
+        rates = ["failed", "", "", ""] if ours else [f"({rates[0]})", "", "", ""]
+    drafted = [f"{row['accept_rate']:.3f}" if row.get("accept_rate") is not None else ""]
+    drafted += [f"{row['tokens_per_step']:.2f}" if "tokens_per_step" in row else ""]
+    output = "" if row["equal"] is None else f"{'differs' if row['failed'] else '='} {row['equal']}/{row['prompts']}"
+    return [row["name"], *rates, *drafted, output]
+
+
+def missing_fields(table: Sequence[dict[str, Any]]) -> list[str]:
     """What is missing in rows.
 
     Args:
-        table: from `rows`, or read back from the JSON line.
+        table: from `summarize`, or read back from the JSON line.
 
     Returns:
         One text for each field that is missing or empty; nothing when all is there.
     """
     missing = []
     for row in table:
-        wanted = [*REQUIRED]
+        wanted = [*_EVERY]
         if row.get("draft_k"):
-            wanted += _DRAFTED + (() if str(row.get("name")).startswith("mlx-lm") else _PREDICTED)
+            wanted += _DRAFTED + (_PREDICTED if row.get("engine") == "posttrainllm" else ())
         missing += [f"{row.get('name')}: {name}" for name in wanted if row.get(name) in (None, [])]
     return missing

@@ -1,4 +1,4 @@
-"""All of a measurement once models and prompts are there."""
+"""A whole measurement, given models and prompts."""
 
 import sys
 from collections.abc import Sequence
@@ -10,11 +10,11 @@ from rich.progress import Progress
 
 from posttrainllm.adapters.engine import capacity_for
 from posttrainllm.adapters.loading.pair import Pair
-from posttrainllm.evals.bench.contenders import Contender, MlxLm, contenders_for
+from posttrainllm.evals.bench.contenders import Contender, contenders_for
 from posttrainllm.evals.bench.costs import Costs, forward_costs
 from posttrainllm.evals.bench.machine import CpuWatch, cpu_count
-from posttrainllm.evals.bench.measure import measure, references, warm_up
-from posttrainllm.evals.bench.summary import rows
+from posttrainllm.evals.bench.measure import measure, outputs, references, warm_up
+from posttrainllm.evals.bench.summary import summarize
 
 __all__ = ["measure_pair"]
 
@@ -44,26 +44,48 @@ def measure_pair(
     watch, length = CpuWatch(), len(prompts[0]) + count
     drafted = list(draft_ks) if pair.draft is not None else []
     capacity = capacity_for(length, max(drafted, default=0) + 1)
-    contenders = contenders_for(pair, drafted, length=length, mlx_lm=mlx_lm)
+    contenders = contenders_for(pair, drafted, capacity=capacity, mlx_lm=mlx_lm)
     rest = prompts[1:]
     console = Console(stderr=True, quiet=quiet or sys.stderr is None or not sys.stderr.isatty())
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("warm-up and references", total=None)
-        expected: dict[tuple[bool, int], list[list[int]]] = {}
-        for k in drafted:
-            expected[False, k] = references(pair, k, rest, count, capacity)
-        theirs = next((one for one in contenders if isinstance(one, MlxLm)), None)
-        if theirs is not None and drafted:
-            expected[True, 0] = [_ids(theirs, prompt, count) for prompt in rest]
         warm_up(contenders, prompts[0], count)
+        expected = _references(pair, contenders, rest, count, capacity)
         costs = _costs(pair, drafted, capacity, length)
         progress.update(task, description="measuring", total=len(contenders) * len(rest))
+        repeats = measure(contenders, rest, count, expected, lambda: progress.advance(task))
+    return _setting(pair) | {
+        "others_cpu": watch.others(),
+        "temperature": 0,
+        "draft_ks": drafted,
+        "prompt_tokens": len(prompts[0]),
+        "max_tokens": count,
+        "repeats": len(rest),
+        "capacity": capacity,
+        "forward_s": None if costs is None else attrs.asdict(costs),
+        "rows": summarize(repeats, costs),
+    }
 
-        def reference(contender: Contender, index: int) -> list[int] | None:
-            key = (True, 0) if isinstance(contender, MlxLm) else (False, contender.draft_k)
-            return expected[key][index] if contender.draft_k else None
 
-        repeats = measure(contenders, rest, count, reference, lambda: progress.advance(task))
+def _references(
+    pair: Pair, contenders: Sequence[Contender], prompts: Sequence[Sequence[int]], count: int, capacity: int
+) -> dict[str, list[list[int]]]:
+    """What the speculative ones have to emit: ours as plain decoding at that width, mlx-lm's as its own plain loop."""
+    drafted = [one for one in contenders if one.draft_k]
+    expected = {
+        one.name: references(pair, one.draft_k, prompts, count, capacity)
+        for one in drafted
+        if one.engine == "posttrainllm"
+    }
+    theirs = [one for one in drafted if one.engine == "mlx-lm"]
+    if theirs:
+        plain = next(one for one in contenders if one.engine == "mlx-lm" and not one.draft_k)
+        expected |= dict.fromkeys((one.name for one in theirs), outputs(plain, prompts, count))
+    return expected
+
+
+def _setting(pair: Pair) -> dict[str, Any]:
+    """What the numbers were measured on."""
     runtime = pair.runtime
     return {
         "benchmark": "throughput",
@@ -73,24 +95,9 @@ def measure_pair(
         "device": runtime.device,
         "device_name": runtime.device_name,
         "cpus": cpu_count(),
-        "others_cpu": watch.others(),
         "blas": runtime.blas,
         "versions": runtime.versions,
-        "temperature": 0,
-        "rows": rows(repeats, costs),
-        "draft_ks": drafted,
-        "prompt_tokens": len(prompts[0]),
-        "max_tokens": count,
-        "repeats": len(rest),
-        "capacity": capacity,
-        "forward_s": None if costs is None else attrs.asdict(costs),
     }
-
-
-def _ids(contender: Contender, prompt: Sequence[int], count: int) -> list[int]:
-    contender.begin(prompt, count)
-    contender.finish()
-    return contender.ids
 
 
 def _costs(pair: Pair, draft_ks: Sequence[int], capacity: int, length: int) -> Costs | None:

@@ -117,6 +117,8 @@ def _from_system() -> str:
 def _load_behind_shim(name: str, prefix: str, source: str) -> str:
     """Load OpenBLAS for itself and the shim for all; the text names both."""
     library = _dlopen(name, ctypes.DEFAULT_MODE)
+    # read when OpenMP is loaded: threads that wait should sleep soon, or they take the CPUs from whoever they wait for
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     shim = _dlopen(str(_build_shim()), ctypes.RTLD_GLOBAL)
     config = getattr(library, f"{prefix}openblas_get_config")
     config.restype = ctypes.c_char_p

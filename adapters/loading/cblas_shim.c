@@ -11,7 +11,7 @@
 
 #define MOST_ROWS 1024             /* beyond, a product is no decoding */
 #define PARALLEL_ELEMENTS (1L << 21) /* a matrix of 8 MB: from here on a second thread saves more than it risks */
-#define PARALLEL_PRODUCTS (1L << 25)
+#define PARALLEL_PRODUCTS (1L << 24)
 
 enum { ROW_MAJOR = 101, NO_TRANS = 111, TRANS = 112 };
 

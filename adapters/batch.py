@@ -13,7 +13,11 @@ __all__ = ["decode"]
 
 
 def decode(
-    engine: "Engine", requests: Sequence["RowRequest"], *, advance: Callable[[int], None] = lambda _: None
+    engine: "Engine",
+    requests: Sequence["RowRequest"],
+    *,
+    advance: Callable[[int], None] = lambda _: None,
+    ends_at_non_finite: bool = False,
 ) -> list[list["RowStep"]]:
     """Decode requests to their limits, as many at a time as the engine has rows; nothing ends one early.
 
@@ -21,6 +25,7 @@ def decode(
         engine: with every row idle; they are idle again afterwards.
         requests: any number of them.
         advance: called after each step with the number of ids that it emitted, for a progress bar.
+        ends_at_non_finite: whether logits that are not finite end their request, as a step that emits nothing does.
 
     Returns:
         The steps of each request, in the order of the requests. A request whose row emits nothing although it is not
@@ -28,7 +33,7 @@ def decode(
 
     Raises:
         CapacityError: a request does not fit the engine.
-        NonFiniteError: the target's logits were not finite.
+        NonFiniteError: the target's logits were not finite, and that ends no request.
     """
     done: list[list[RowStep]] = [[] for _ in requests]
     waiting = list(range(len(requests)))[::-1]
@@ -42,8 +47,8 @@ def decode(
         emitted = 0
         for row, step in engine.step().items():
             index = active[row]
-            if not step.finite:
-                raise NonFiniteError(f"prompt {index}, {left[index]} ids before its end: logits are not finite")
+            if not (step.finite or ends_at_non_finite):
+                raise NonFiniteError(f"request {index + 1} of {len(requests)}: the target's logits are not finite")
             done[index].append(step)
             left[index] -= len(step.tokens)
             emitted += len(step.tokens)

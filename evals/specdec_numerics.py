@@ -5,6 +5,7 @@ docs/techniques/precision.md, and one JSON object on the last line.
 """
 
 import json
+import shlex
 import sys
 from typing import Any
 
@@ -44,15 +45,15 @@ def command(*, dtypes: tuple[str, ...], **options: Any) -> None:
 
 def _gate_command(options: dict[str, Any], dtype: str) -> str:
     """The command that reaches the same verdict alone."""
-    words = ["posttrainllm gate"]
+    words = ["posttrainllm", "gate"]
     if options["model"] is not None:
         words.append(options["model"])
     for name, usual in (("draft_model", None), ("draft_k", 4), ("prompts", None), ("prompts_file", None)):
         if options[name] != usual:
-            words.append(f"--{name.replace('_', '-')} {options[name]}")
+            words += [f"--{name.replace('_', '-')}", str(options[name])]
     if options["max_tokens"] != 128:
-        words.append(f"--max-tokens {options['max_tokens']}")
-    return " ".join([*words, f"--dtype {dtype}"])
+        words += ["--max-tokens", str(options["max_tokens"])]
+    return shlex.join([*words, "--dtype", dtype])
 
 
 if __name__ == "__main__":

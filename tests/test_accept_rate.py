@@ -85,7 +85,7 @@ def test_every_request_is_decoded_to_its_limit_in_the_order_given():
 
 
 def test_logits_that_are_not_finite_end_the_measurement():
-    with pytest.raises(NonFiniteError, match="prompt 0, 2 ids before its end"):
+    with pytest.raises(NonFiniteError, match="request 1 of 1: the target's logits are not finite"):
         decode(CountingEngine(rows=1, finite=False), [RowRequest(prompt=[0], limit=3)])
 
 

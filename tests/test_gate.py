@@ -135,7 +135,7 @@ def test_bad_input_is_one_line(code, arguments, message):
 def test_a_model_without_a_draft_cannot_be_gated(tiny_checkpoint):
     result = gate(tiny_checkpoint)
     assert result.exit_code == 2
-    assert "expected --draft-model" in result.stderr
+    assert "got MODEL without --draft-model, expected both" in result.stderr
 
 
 def test_a_prompt_of_a_file_that_is_too_long_is_refused_and_one_of_the_package_is_cut(tmp_path, embedded_pair):
@@ -595,13 +595,25 @@ def test_sample_heeds_a_broken_verdict_of_any_shape_and_prompts_for_the_same_mod
     assert cache.known_broken(embedded_pair, 4) is None
 
 
+def test_a_later_good_verdict_lifts_a_broken_one_where_it_covers_as_much(embedded_pair, own_cache):
+    key = cache.gate_key(embedded_pair, plan(embedded_pair, read_prompts(None, 2), draft_k=4, max_tokens=32, cut=True))
+    cache.write_result(key, result_of("broken", prompts=4))
+    cache.write_result({**key, "rows": 101, "max_tokens": 16}, result_of("identical", prompts=4))
+    cache.write_result({**key, "rows": 102}, result_of("identical", prompts=3))
+    assert cache.known_broken(embedded_pair, 4) == "why"
+    cache.write_result({**key, "rows": 103}, result_of("identical", prompts=5))
+    assert cache.known_broken(embedded_pair, 4) is None
+    cache.write_result({**key, "rows": 104}, result_of("broken", prompts=1))
+    assert cache.known_broken(embedded_pair, 4) == "why"
+
+
 def test_sample_hashes_no_model_unless_a_broken_verdict_is_on_file(embedded_pair, monkeypatch):
     key = cache.gate_key(embedded_pair, plan(embedded_pair, read_prompts(None, 2), draft_k=4, max_tokens=8, cut=True))
 
-    def hashed(path):
-        raise AssertionError(f"{path} was hashed")
+    def hashed(pair):
+        raise AssertionError(f"{pair} was hashed")
 
-    monkeypatch.setattr(cache, "fingerprint", hashed)
+    monkeypatch.setattr(cache, "fingerprints_of", hashed)
     assert cache.known_broken(embedded_pair, 4) is None
     cache.write_result(key, result_of("identical"))
     cache.write_result({**key, "draft_k": 9}, result_of("broken"))

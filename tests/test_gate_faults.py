@@ -135,6 +135,21 @@ def test_a_fault_of_the_ratio_rule_is_broken_by_the_law_alone(monkeypatch, fault
         assert words in path.reason
 
 
+def test_a_fault_of_the_coupled_rule_alone_is_broken_by_its_comparison(monkeypatch):
+    """A coupled row that is judged by the ratio follows the law all the same: only the comparison of ids shows it."""
+    plant(
+        monkeypatch,
+        pure_step.speculative_step,
+        "(~sampling.coupled & (sampling.temperature > 0))[:, None]",
+        "(sampling.temperature > 0)[:, None]",
+    )
+    path = gated(tiny_pair(draft="noisy"))
+    assert path.findings.reference_differences == ()
+    assert path.findings.coupled_differences
+    assert path.verdict == "broken"
+    assert "coupled" in path.reason
+
+
 SMALL = {
     f"accepts {factor} times as often": (
         accept.leviathan_accepts,
@@ -165,6 +180,31 @@ def test_what_2048_draws_of_the_embedded_pair_find(monkeypatch, embedded_pair, c
     print(request.node.callspec.id, [round(ratio, 2) for ratio in sorted(ratios)])
     if found is not None:
         assert all((ratio > 1) == found for ratio in ratios), ratios
+
+
+@pytest.mark.parametrize("value", [mx.nan, mx.inf])
+def test_a_draft_that_is_not_finite_costs_acceptance_and_nothing_else(value):
+    pair = tiny_pair(draft="noisy")
+    forward = pair.draft.forward
+
+    def sick(tokens, kv, position):
+        logits, kv = forward(tokens, kv, position)
+        return mx.where((tokens % 3 == 0)[..., None], value, logits), kv
+
+    path = gated(attrs.evolve(pair, draft=attrs.evolve(pair.draft, forward=sick)))
+    assert path.verdict != "broken", path.reason
+
+
+def test_a_path_whose_logits_are_not_finite_is_broken_and_no_error(monkeypatch):
+    plant(
+        monkeypatch,
+        pure_step.speculative_step,
+        "warped = warp(logits,",
+        "logits = logits * mx.inf; warped = warp(logits,",
+    )
+    path = gated(tiny_pair(draft="noisy"))
+    assert path.verdict == "broken"
+    assert "T=0" in path.reason
 
 
 def test_a_draft_cache_one_behind_costs_acceptance_and_nothing_else(monkeypatch):

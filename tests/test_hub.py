@@ -71,6 +71,7 @@ def hub(tmp_path):
         **kept,
         "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
         "HF_HOME": str(tmp_path / "cache"),
+        "XDG_CACHE_HOME": str(tmp_path / "own"),
         "NO_PROXY": "127.0.0.1",
         "HF_HUB_DISABLE_TELEMETRY": "1",
     }
@@ -98,6 +99,29 @@ def test_an_id_of_the_hub_is_downloaded_once_without_its_code(hub):
     assert not any(path.endswith(".py") for path in StandIn.asked)
     offline = sample("owner/tiny", hub, HF_HUB_OFFLINE="1")
     assert json.loads(offline.stdout)["token_ids"] == result["token_ids"]
+
+
+def test_a_pair_of_the_hub_can_be_gated_and_its_traces_replayed(hub, tmp_path):
+    trace = str(tmp_path / "trace.jsonl")
+    for arguments in (
+        ["gate", "owner/tiny", "--draft-model", "owner/tiny", "--prompts", "2", "--max-tokens", "4"],
+        [
+            "sample",
+            "owner/tiny",
+            "--draft-model",
+            "owner/tiny",
+            "--prompt",
+            "def",
+            "--max-tokens",
+            "4",
+            "--record",
+            trace,
+        ],
+        ["replay", trace],
+    ):
+        command = [sys.executable, "-m", "posttrainllm", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=hub)
+        assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(

@@ -307,7 +307,7 @@ def test_an_id_that_the_models_lack_is_refused_before_a_model_sees_it(tmp_path, 
     trace = recorded(tmp_path, pair)
     small = tiny_pair(draft="noisy", vocab=300)
     assert max(max(step.window) for step in trace.steps) >= 300
-    with pytest.raises(TraceError, match=r"line \d+: window: got id \d+, expected 0 to 299"):
+    with pytest.raises(TraceError, match=r"line \d+: got id \d+, expected 0 to 299"):
         Replayer(small, trace).seek(len(trace.steps))
 
 

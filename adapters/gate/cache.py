@@ -8,13 +8,14 @@ import hashlib
 import json
 import os
 import tempfile
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrainllm.adapters.gate.findings import GateResult
 from posttrainllm.adapters.gate.prompts import prompts_hash
-from posttrainllm.adapters.loading.fingerprint import fingerprint, tokenizer_fingerprint
 from posttrainllm.adapters.loading.pair import Pair
+from posttrainllm.adapters.replay.describe import fingerprints_of
 from posttrainllm.kernel.errors import LoadError
 
 if TYPE_CHECKING:  # `sample` reads a verdict and needs nothing that runs
@@ -22,7 +23,7 @@ if TYPE_CHECKING:  # `sample` reads a verdict and needs nothing that runs
 
 __all__ = ["cache_folder", "gate_key", "known_broken", "read_result", "trace_file", "write_result"]
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 def cache_folder() -> Path | None:
@@ -78,7 +79,7 @@ def write_result(key: dict[str, Any], result: GateResult) -> str | None:
     folder = cache_folder()
     if folder is None:
         return "there is no home directory"
-    text = json.dumps({"format": _FORMAT, "key": key, "result": result.to_dict()})
+    text = json.dumps({"format": _FORMAT, "written_ns": time.time_ns(), "key": key, "result": result.to_dict()})
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # another process may read or write the same file: it sees the old one or the new one, whole
@@ -100,7 +101,8 @@ def trace_file(key: dict[str, Any]) -> Path | None:
 def known_broken(pair: Pair, draft_k: int) -> str | None:
     """Whether the gate has called this pair broken, in any shape and on any prompts. Runs nothing.
 
-    The models are hashed only where a broken verdict for all the rest is on file.
+    A later good verdict over as many prompts and tokens lifts an earlier broken one. The models are hashed only where a
+    broken verdict for all the rest is on file.
 
     Args:
         pair: with a draft.
@@ -113,21 +115,28 @@ def known_broken(pair: Pair, draft_k: int) -> str | None:
     if folder is None or pair.draft is None:
         return None
     try:
-        verdicts = [found for file in sorted(folder.glob("*.json")) if (found := _read(file)) is not None]
+        kept = [found for file in folder.glob("*.json") if (found := _read(file)) is not None]
     except OSError:
         return None
-    broken = [(key, result) for key, result in verdicts if result.verdict == "broken"]
-    if broken:
-        setting = _setting(pair, draft_k)
-        broken = [(key, result) for key, result in broken if _agrees(key, setting)]
-    if not broken:
+    verdicts = [found[:2] for found in sorted(kept, key=lambda found: found[2], reverse=True)]  # newest first
+    if not any(result.verdict == "broken" for _, result in verdicts):
+        return None
+    setting = _setting(pair, draft_k)
+    verdicts = [(key, result) for key, result in verdicts if _agrees(key, setting)]
+    if not any(result.verdict == "broken" for _, result in verdicts):
         return None
     try:
         models = _models_of(pair)
     except LoadError:  # the pair was not loaded from a directory: no verdict is about it
         return None
-    for key, result in broken:
-        if _agrees(key, models):
+    good: list[tuple[int, int]] = []
+    for key, result in verdicts:
+        if not _agrees(key, models):
+            continue
+        prompts, tokens = min(path.findings.prompts for path in result.paths), int(key["max_tokens"])
+        if result.verdict != "broken":
+            good.append((prompts, tokens))
+        elif not any(prompts <= later[0] and tokens <= later[1] for later in good):
             return next(path.reason for path in result.paths if path.verdict == "broken")
     return None
 
@@ -138,12 +147,7 @@ def _agrees(key: dict[str, Any], values: dict[str, Any]) -> bool:
 
 def _models_of(pair: Pair) -> dict[str, str | None]:
     assert pair.draft is not None, "plan() refuses a pair without a draft"
-    return {
-        "target": fingerprint(pair.target.name),
-        "draft": fingerprint(pair.draft.name),
-        "adapter": None,  # none can be loaded yet
-        "tokenizer": tokenizer_fingerprint(pair.tokenizer.path),
-    }
+    return {**fingerprints_of(pair), "adapter": None}  # none can be loaded yet
 
 
 def _setting(pair: Pair, draft_k: int) -> dict[str, Any]:
@@ -172,7 +176,7 @@ def _source_hash() -> str:
     kernel, adapters = (Path(str(package.__file__)).parent for package in (posttrainllm.kernel, posttrainllm.adapters))
     folders = (kernel, adapters / "loading", adapters / "gate")
     files = [file for folder in folders for file in sorted(folder.glob("*")) if file.suffix in (".py", ".c")]
-    for file in [*files, adapters / "engine.py", adapters / "batch.py"]:
+    for file in [*files, *(adapters / f"{name}.py" for name in ("batch", "engine", "rows", "runtime"))]:
         digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 
@@ -181,11 +185,12 @@ def _name(key: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32] + ".json"
 
 
-def _read(file: Path) -> tuple[dict[str, Any], GateResult] | None:
+def _read(file: Path) -> tuple[dict[str, Any], GateResult, int] | None:
+    """Key, result and when it was written, in nanoseconds; None for what is no verdict."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
         if value["format"] != _FORMAT or not isinstance(value["key"], dict):
             return None
-        return value["key"], GateResult.from_dict(value["result"])
+        return value["key"], GateResult.from_dict(value["result"]), int(value["written_ns"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None

@@ -86,6 +86,8 @@ def checked(
     check_draft_k(draft_k)
     if max_tokens < 1:
         raise UsageError(f"--max-tokens: got {max_tokens}, expected 1 or more")
+    if model is not None and draft_model is None:  # said before gigabytes are read
+        raise UsageError("got MODEL without --draft-model, expected both: the gate compares decoding with a draft")
     texts = read_prompts(prompts_file, prompts)
     from posttrainllm.adapters.loading.pair import load_pair
 

@@ -7,6 +7,7 @@ import attrs
 __all__ = [
     "FALSE_ALARM",
     "MARGIN_FACTOR",
+    "NO_NUMBER",
     "SEVERITY",
     "Divergence",
     "Findings",
@@ -23,6 +24,8 @@ SEVERITY: tuple[Verdict, ...] = ("identical", "width-identical", "broken")
 MARGIN_FACTOR = 4
 """A difference from width 1 is a near-tie when its margin is at most this many times the widths' logit difference. Two
 logits that each move by d can swap from a margin of 2 d; the other factor of 2 is for positions that no probe saw."""
+NO_NUMBER = 3.4e38
+"""Stands for a logit difference that is no number, for which JSON has no word; nothing is a near-tie by it."""
 FALSE_ALARM = 1e-6
 """Probability that a right `leviathan` rule is called broken, over the choice of seeds; kl.py derives it."""
 
@@ -104,8 +107,9 @@ class Findings:
 
     @property
     def margin_limit(self) -> float:
-        """Largest margin that still counts as a near-tie between widths."""
-        return MARGIN_FACTOR * next(probe.difference for probe in self.probes if probe.name == "width")
+        """Largest margin that still counts as a near-tie between widths; 0 where their difference is no number."""
+        difference = next(probe.difference for probe in self.probes if probe.name == "width")
+        return MARGIN_FACTOR * difference if difference < NO_NUMBER else 0.0
 
 
 @attrs.frozen(kw_only=True)
@@ -156,7 +160,7 @@ class GateResult:
         Raises:
             KeyError, TypeError, ValueError, AttributeError: it is something else.
         """
-        return cls(
+        result = cls(
             verdict=_known(value["verdict"]),
             model=str(value["model"]),
             draft_model=str(value["draft_model"]),
@@ -166,6 +170,12 @@ class GateResult:
                 for path in value["paths"]
             ),
         )
+        verdicts = [path.verdict for path in result.paths]
+        if result.verdict not in verdicts or max(map(SEVERITY.index, verdicts)) != SEVERITY.index(result.verdict):
+            raise ValueError(f"verdict: got {result.verdict}, expected the worst of {verdicts}")
+        if not all(any(probe.name == "width" for probe in path.findings.probes) for path in result.paths):
+            raise ValueError("probes: got none of the width, expected one for every path")
+        return result
 
 
 def _known(verdict: Any) -> Verdict:

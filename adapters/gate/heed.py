@@ -21,5 +21,9 @@ def unless_broken(pair: Pair, draft_k: int) -> Pair:
     reason = known_broken(pair, draft_k)
     if reason is None:
         return pair
-    click.echo(f"warning: the gate calls this pair broken here, decoding without the draft: {reason}", err=True)
+    click.echo(
+        f"warning: the gate calls this pair broken here, decoding without the draft: {reason} "
+        "(`posttrainllm gate --fresh` looks again)",
+        err=True,
+    )
     return pair.plain(f"broken, says the gate: {reason}")

@@ -10,7 +10,7 @@ that draws otherwise than it says gives too much to what it likes.
 The numbers are counted in M = 9 cells of probability 1 / M each. Twice the number of draws N times the KL divergence of
 the frequencies from 1 / M is then chi-square with M - 1 degrees of freedom (the G-test), and
 
-    epsilon = (quantile of chi-square at 1 - alpha / T) / (2 N)
+    epsilon = (1 + (M + 1) / (6 N)) (quantile of chi-square at 1 - alpha / T) / (2 N)
 
 is exceeded by a right rule with probability alpha / T; T tests (two orders, each with every place in a step and with
 all together) give alpha in all. Which places a step reaches is decided before the id there is drawn, so each place
@@ -68,7 +68,8 @@ def _law(order: str, place: int | None, positions: Positions, level: float) -> L
     count = max(len(cells), 1)  # a broken path may draw nothing: that is told by the requests that ended early
     shares = np.bincount(cells, minlength=CELLS) / count
     divergence = float(sum(share * math.log(share * CELLS) for share in shares if share > 0))
-    epsilon = chi_square_quantile(level) / (2 * count)
+    correction = 1 + (CELLS + 1) / (6 * count)  # Williams 1976: brings the G-statistic of few draws to chi-square
+    epsilon = correction * chi_square_quantile(level) / (2 * count)
     return Law(order=order, place=place, draws=len(cells), kl=max(divergence, 0.0), epsilon=epsilon)
 
 
@@ -151,6 +152,8 @@ def _positions(warped: mx.array, draft_warped: mx.array, drawn: mx.array, shares
     probs = mx.softmax(warped, axis=-1)
     target_logprobs = warped - mx.logsumexp(warped, axis=-1, keepdims=True)
     draft_logprobs = draft_warped - mx.logsumexp(draft_warped, axis=-1, keepdims=True)
+    # a draft that is not finite proposes nothing: any order will do there
+    draft_logprobs = mx.where(mx.isnan(draft_logprobs), 0, draft_logprobs)
     keys = {"p / q": mx.where(probs > 0, target_logprobs - draft_logprobs, -mx.inf), "q": draft_logprobs}
     positions = {}
     for order, key in keys.items():

@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from posttrainllm.adapters.engine import prefill_chunk
-from posttrainllm.adapters.gate.findings import Probe
+from posttrainllm.adapters.gate.findings import NO_NUMBER, Probe
 from posttrainllm.adapters.gate.paths import Shape
 from posttrainllm.adapters.gate.scoring import Ids, Scorer
 from posttrainllm.adapters.loading.pair import Pair
@@ -50,7 +50,7 @@ def probe(pair: Pair, ids: Ids, shape: Shape) -> tuple[Probe, ...]:
     """
     scorer = Scorer(pair.target, capacity=shape.capacity, compiled=pair.runtime.compiled)
     chunk = prefill_chunk(pair.runtime.device)
-    probing = _Probing(scorer, ids, shape, chunk, pair.target.vocab_size)
+    probing = _Probing(scorer, ids, shape, chunk, pair.vocab_size)
     found = [
         ("width", f"the width of the forward: 1 or {shape.width}", probing.width(), False),
         ("place", f"the place in a window of {shape.width}", probing.place(), True),
@@ -86,7 +86,7 @@ class _Probing:
         narrow = self._scorer.forced(self._ids, 1, kv=self._kv, start=_FILLED)
         for logits in self._scorer.forced(self._ids, W, kv=self._kv, start=_FILLED):
             alone = mx.concatenate([next(narrow) for _ in range(W)], axis=1)  # W x [B, 1, V] -> [B, W, V]
-            worst = max(worst, _difference(logits, alone))
+            worst = max(worst, self._difference(logits, alone))
         return worst
 
     def place(self) -> float:
@@ -95,7 +95,7 @@ class _Probing:
             window = np.full_like(self._window, _FILLER)
             window[:, 0] = self._window[:, column]
             alone, kv = self._scorer.window(window, kv, self._start + np.int32(column))
-            worst = max(worst, _difference(alone[:, 0], self._logits[:, column]))
+            worst = max(worst, self._difference(alone[:, 0], self._logits[:, column]))
         return worst
 
     def row(self) -> float:
@@ -104,7 +104,7 @@ class _Probing:
             kv = self._scorer.filled(np.roll(self._ids, shift, axis=0), _FILLED, _FILLED)
             moved, _ = self._scorer.window(np.roll(self._window, shift, axis=0), kv, np.roll(self._start, shift))
             back = mx.concatenate([moved[shift:], moved[:shift]])
-            worst = max(worst, _difference(back, self._logits))
+            worst = max(worst, self._difference(back, self._logits))
         return worst
 
     def neighbours(self) -> float:
@@ -115,26 +115,26 @@ class _Probing:
             mixed[row] = self._ids[row]
             kv = self._scorer.filled(mixed, _FILLED, _FILLED)
             logits, _ = self._scorer.window(self._window_of(mixed), kv, self._start)
-            worst = max(worst, _difference(logits[row], self._logits[row]))
+            worst = max(worst, self._difference(logits[row], self._logits[row]))
         return worst
 
     def batch(self) -> float:
-        return max(_difference(self._alone(row), self._logits[row]) for row in {0, self._shape.rows - 1})
+        return max(self._difference(self._alone(row), self._logits[row]) for row in {0, self._shape.rows - 1})
 
     def capacity(self) -> float:
-        return _difference(self._alone(0, capacity=2 * self._shape.capacity), self._alone(0))
+        return self._difference(self._alone(0, capacity=2 * self._shape.capacity), self._alone(0))
 
     def chunk(self) -> float:
-        return _difference(self._alone(0, chunk=self._chunk // 4), self._alone(0))
+        return self._difference(self._alone(0, chunk=self._chunk // 4), self._alone(0))
+
+    def _difference(self, ours: mx.array, theirs: mx.array) -> float:
+        """Largest absolute difference of the logits that decoding reads; NO_NUMBER where one of them is none."""
+        columns = slice(self._vocab_size)  # padding beyond is cut off
+        largest = float(np.array(mx.max(mx.abs(ours[..., columns] - theirs[..., columns]))))
+        return largest if np.isfinite(largest) else NO_NUMBER
 
     def _alone(self, row: int, *, capacity: int | None = None, chunk: int | None = None) -> mx.array:
         """Logits [W, V] of one row in a batch of one."""
         kv = self._scorer.filled(self._ids[row : row + 1], _FILLED, chunk or self._chunk, capacity=capacity)
         logits, _ = self._scorer.window(self._window[row : row + 1], kv, self._start[row : row + 1])
         return logits[0]
-
-
-def _difference(ours: mx.array, theirs: mx.array) -> float:
-    """Largest absolute difference; float32's largest where one of them is no number, which JSON has none for."""
-    largest = float(np.array(mx.max(mx.abs(ours - theirs))))
-    return largest if np.isfinite(largest) else float(np.finfo(np.float32).max)

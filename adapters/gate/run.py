@@ -77,14 +77,15 @@ class _Runs:
 def _decode_all(pair: Pair, planned: Plan, path: GatedPath, progress: Progress) -> _Runs:
     shape, width = planned.shape, planned.shape.width
 
-    def decoded(engine: Engine, requests: Sequence[RowRequest], what: str) -> Runs:
-        return decode(engine, requests, advance=_Counter(what, requests, progress))
+    def decoded(engine: Engine, requests: Sequence[RowRequest], what: str, *, gated: bool = False) -> Runs:
+        # logits of the path alone that are not finite are its fault, those of plain decoding are the model's
+        return decode(engine, requests, advance=_Counter(what, requests, progress), ends_at_non_finite=gated)
 
     # one engine at a time: each has caches of its own
     engine = path.candidate(pair, shape)
-    greedy = decoded(engine, planned.requests, "T=0, with the draft")
-    coupled = decoded(engine, planned.coupled, "T=1, coupled, with the draft")
-    drawn = decoded(engine, planned.drawn, "T=1, leviathan, with the draft")
+    greedy = decoded(engine, planned.requests, "T=0, with the draft", gated=True)
+    coupled = decoded(engine, planned.coupled, "T=1, coupled, with the draft", gated=True)
+    drawn = decoded(engine, planned.drawn, "T=1, leviathan, with the draft", gated=True)
     del engine
     engine = path.reference(pair, shape)
     reference = decoded(engine, planned.requests, f"T=0, plain at width {width}")
@@ -114,10 +115,7 @@ def _run_path(pair: Pair, planned: Plan, path: GatedPath, progress: Progress, tr
         coupled_differences=_compare(pair, planned, planned.coupled, runs.reference_coupled, runs.coupled, None),
         laws=kl.compare(places, positions, shape.width),
         drawn=len(planned.drawn),
-        drawn_short=sum(
-            len(_ids(steps)) < request.limit - len(request.prompt)
-            for request, steps in zip(planned.drawn, runs.drawn, strict=True)
-        ),
+        drawn_short=sum(map(_is_short, planned.drawn, runs.drawn)),
         probes=probe(pair, histories(texts, shape, pair.target.context), shape),
         accepted=sum(step.accepted for steps in runs.greedy for step in steps),
         proposed=sum(step.proposed for steps in runs.greedy for step in steps),
@@ -126,7 +124,8 @@ def _run_path(pair: Pair, planned: Plan, path: GatedPath, progress: Progress, tr
     verdict, reason = judge(path.title, findings)
     trace = None
     if verdict == "broken" and trace_file is not None:
-        trace = write_trace(path.candidate(pair, shape), _culprit(planned, findings), trace_file)
+        file = trace_file.with_stem(f"{trace_file.stem}-{path.name}")
+        trace = write_trace(path.candidate(pair, shape), _culprit(planned, findings, runs.drawn), file)
     return PathResult(path=path.name, title=path.title, verdict=verdict, reason=reason, trace=trace, findings=findings)
 
 
@@ -145,7 +144,7 @@ def _compare(
         index = first_difference(expected, got)
         if index is None:
             continue
-        margins = [m for step in margin_runs[number] for m in step.margins] if margin_runs is not None else []
+        margins = [margin for step in margin_runs[number] for margin in step.margins] if margin_runs is not None else []
         pair_of_ids = [ids[index] if index < len(ids) else None for ids in (expected, got)]
         names = ["" if token is None else pair.tokenizer.decode([token]) for token in pair_of_ids]
         found.append(
@@ -163,8 +162,8 @@ def _compare(
     return tuple(found)
 
 
-def _culprit(planned: Plan, findings: Findings) -> RowRequest:
-    """The request whose trace shows what broke: the first that differs, else the first that was drawn."""
+def _culprit(planned: Plan, findings: Findings, drawn: Runs) -> RowRequest:
+    """The request whose trace shows what broke: the first that differs, else one that was drawn, a short one first."""
     names = [prompt.id for prompt in planned.prompts]
     for requests, differences in (
         (planned.requests, findings.reference_differences),
@@ -173,8 +172,14 @@ def _culprit(planned: Plan, findings: Findings) -> RowRequest:
         if differences:
             return requests[names.index(differences[0].prompt)]
     if findings.drawn_short or not all(law.holds for law in findings.laws):
-        return planned.drawn[0]
+        short = [request for request, steps in zip(planned.drawn, drawn, strict=True) if _is_short(request, steps)]
+        return (short or list(planned.drawn))[0]
     return planned.requests[names.index(beyond_limit(findings)[0].prompt)]
+
+
+def _is_short(request: RowRequest, steps: Sequence[RowStep]) -> bool:
+    """Whether it ended before its limit."""
+    return len(_ids(steps)) < request.limit - len(request.prompt)
 
 
 def _ids(steps: Sequence[RowStep]) -> list[int]:

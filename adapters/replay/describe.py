@@ -111,4 +111,6 @@ def _models(pair: Pair) -> dict[str, "Model"]:
 def _as_given(name: str) -> str | None:
     """A model's path; None for an embedded one, which lies elsewhere in every installation."""
     path = Path(name)
-    return None if path == embedded_path(path.name) else name
+    if path == embedded_path(path.name):
+        return None
+    return str(path.resolve()) if path.exists() else name  # replayed from any folder; the other is an id of the hub

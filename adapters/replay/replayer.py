@@ -190,10 +190,10 @@ class Replayer:
                         f"{self._trace.path}: line {self._trace.line_of(record.step)}: {name}: got {_shown(got)}, "
                         f"expected {_shown(expected)}, which follows from the rest; --from-step {record.step} runs it"
                     )
-            bad = [index for index in record.window if index >= self._pair.vocab_size and index != place.last]
+            bad = [index for index in (*record.proposals, *record.emitted) if index >= self._pair.vocab_size]
             if bad:
                 raise TraceError(
-                    f"{self._trace.path}: line {self._trace.line_of(record.step)}: window: got id {bad[0]}, "
+                    f"{self._trace.path}: line {self._trace.line_of(record.step)}: got id {bad[0]}, "
                     f"expected 0 to {self._pair.vocab_size - 1}: the models have no more"
                 )
             place = (

@@ -85,7 +85,8 @@ class TraceWriter:
             reason: "length", "stop" or "cancelled".
         """
         # Ctrl-C may have come between a step's line and its count
-        self._write({"end": reason} if reason == "cancelled" else {"end": reason, "steps": self._steps})
+        if self._header is not None:  # else it came while the models were hashed, and there is nothing to end
+            self._write({"end": reason} if reason == "cancelled" else {"end": reason, "steps": self._steps})
         self.close()
 
     def close(self) -> None:

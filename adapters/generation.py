@@ -177,8 +177,8 @@ class Generation:
         """Take over one step's ids up to the first that ends the text."""
         if not step.finite:
             raise NonFiniteError(
-                f"step {self._engine.steps}, position {len(self._prompt) + len(self._ids)}: the target's logits are "
-                "not finite; nothing was sampled from them"
+                f"step {self._engine.steps - 1}, position {len(self._prompt) + len(self._ids)}: the target's logits "
+                "are not finite; nothing was sampled from them"
             )
         pieces, kept = [], 0
         for index in step.tokens:

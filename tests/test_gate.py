@@ -91,7 +91,7 @@ def test_a_prompt_is_in_no_held_out_set():
         ('{"text": ""}', "line 1: expected an object with a `text`"),
         ('{"text": 5}', "line 1: expected an object with a `text`"),
         ('{"text": "\\ud800"}', "line 1: expected an object with a `text`"),
-        ('{"text": "a", "id": 7}', "`id`: got 7, expected a text"),
+        ('{"text": "a", "id": 7}', "`id`: got 7, expected printable text"),
         ('{"text": "a", "id": "x"}\n{"text": "b", "id": "x"}', "got the id 'x' twice"),
         ("[" * 100_000, "line 1: got no JSON"),
         (b"\xff\xfe", "byte 0 is no UTF-8"),
@@ -655,3 +655,35 @@ def test_the_embedded_pair_passes_on_all_prompts(dtype):
     print(json.dumps(value["paths"]), file=sys.stderr)
     assert value["verdict"] in ("identical", "width-identical")
     assert value["paths"][0]["findings"]["prompts"] == 100
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda result: result.update(seconds=10**400),
+        lambda result: result.update(paths=[]),
+        lambda result: result["paths"][0].update(verdict="identical"),
+        lambda result: result["paths"][0].update(reason=5),
+        lambda result: result["paths"][0].update(trace=7),
+        lambda result: result["paths"][0]["findings"].update(probes=[]),
+        lambda result: result["paths"][0]["findings"].update(accepted="x"),
+    ],
+)
+def test_a_verdict_that_was_tampered_with_counts_as_absent(embedded_pair, own_cache, damage):
+    key = cache.gate_key(embedded_pair, plan(embedded_pair, read_prompts(None, 2), draft_k=4, max_tokens=8, cut=True))
+    cache.write_result(key, result_of("broken"))
+    (file,) = own_cache.glob("*.json")
+    value = json.loads(file.read_text())
+    damage(value["result"])
+    file.write_text(json.dumps(value))
+    assert cache.read_result(key) is None
+    assert cache.known_broken(embedded_pair, 4) is None
+
+
+@pytest.mark.parametrize("identity", ["\ud800", "a\nb", "\x1b[31m", 5])
+def test_an_id_that_cannot_stand_in_a_line_is_refused(tmp_path, identity):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps({"id": identity, "text": "x"}) + "\n")
+    result = gate("--prompts-file", file)
+    assert result.exit_code == 2
+    assert "expected printable text" in result.stderr

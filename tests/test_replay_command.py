@@ -8,8 +8,10 @@ import sys
 import time
 
 import pytest
+from click.testing import CliRunner
 from test_cli import invoke, sample
 
+from posttrainllm.adapters.cli import cli
 from posttrainllm.adapters.replay.reading import read_trace
 
 PROMPT = "def add(a, b):"
@@ -316,3 +318,53 @@ def test_the_commands_help_says_what_the_exit_status_means_and_imports_no_mlx():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "Exit status: 0" in done.stdout
+
+
+def test_a_prompt_that_is_refused_leaves_an_earlier_trace_alone(tmp_path):
+    file = tmp_path / "trace.jsonl"
+    file.write_text("kept")
+    result = CliRunner().invoke(cli, ["sample", "--prompt", "word " * 4000, "--record", str(file)])
+    assert result.exit_code == 1
+    assert file.read_text() == "kept"
+    shorter = CliRunner().invoke(cli, ["sample", "--prompt", "def", "--max-tokens", "2", "--record", str(file)])
+    assert shorter.exit_code == 0
+    assert file.read_text().startswith('{"trace":"posttrainllm"')
+
+
+@pytest.mark.parametrize(
+    ("line", "changes", "message"),
+    [
+        (0, {"dtype": {"target": "int8", "draft": "float32"}}, "line 1: dtype.target: got 'int8', expected one of"),
+        (0, {"device": "\ud800"}, "line 1: device: got"),
+        (0, {"device_name": "a\nb"}, "line 1: device_name: got"),
+        (1, {"margins": [10**400] * 9}, "line 2: margins: got"),
+        (-1, {"end": "banana"}, "end: got 'banana', expected one of length, stop, cancelled"),
+    ],
+)
+def test_values_that_no_run_writes_are_refused_with_their_line(tmp_path, line, changes, message):
+    file = tmp_path / "trace.jsonl"
+    CliRunner().invoke(cli, ["sample", "--prompt", "def", "--max-tokens", "8", "--record", str(file)])
+    lines = file.read_text().splitlines()
+    lines[line] = json.dumps(json.loads(lines[line]) | changes)
+    file.write_text("\n".join(lines) + "\n")
+    result = CliRunner().invoke(cli, ["replay", str(file)])
+    assert result.exit_code == 1
+    assert message in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_trace_without_its_end_replays_with_a_notice_and_counts_that_disagree_are_refused(tmp_path):
+    file = tmp_path / "trace.jsonl"
+    CliRunner().invoke(cli, ["sample", "--prompt", "def", "--max-tokens", "16", "--record", str(file)])
+    lines = file.read_text().splitlines()
+    file.write_text("\n".join(lines[:-1]) + "\n")
+    result = CliRunner().invoke(cli, ["replay", str(file)])
+    assert result.exit_code == 0
+    assert "has no end" in result.stderr
+    step = next(value for value in map(json.loads, lines[1:]) if value["accepted"])
+    number = 1 + step["step"]
+    lines[number] = json.dumps(step | {"proposed": 0})
+    file.write_text("\n".join(lines) + "\n")
+    result = CliRunner().invoke(cli, ["replay", str(file), "--from-step", str(number)])
+    assert result.exit_code == 1
+    assert "expected counts that agree" in result.stderr

@@ -263,7 +263,7 @@ def test_a_target_that_is_not_finite_ends_the_measurement_with_one_line(tiny_che
     mx.save_safetensors(str(path / "model.safetensors"), weights)
     done = bench(str(path), "--repeats", "1", "--max-tokens", "12")
     assert done.exit_code == 1
-    assert done.stderr.startswith("error: plain, width 1: step 1: the target's logits are not finite")
+    assert done.stderr.startswith("error: plain, width 1: step 0: the target's logits are not finite")
 
 
 @pytest.mark.parametrize(

@@ -115,7 +115,7 @@ def known_broken(pair: Pair, draft_k: int) -> str | None:
     if folder is None or pair.draft is None:
         return None
     try:
-        kept = [found for file in folder.glob("*.json") if (found := _read(file)) is not None]
+        kept = [found for file in folder.glob("*.json") if file.is_file() and (found := _read(file)) is not None]
     except OSError:
         return None
     verdicts = [found[:2] for found in sorted(kept, key=lambda found: found[2], reverse=True)]  # newest first
@@ -192,5 +192,5 @@ def _read(file: Path) -> tuple[dict[str, Any], GateResult, int] | None:
         if value["format"] != _FORMAT or not isinstance(value["key"], dict):
             return None
         return value["key"], GateResult.from_dict(value["result"]), int(value["written_ns"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError):
         return None

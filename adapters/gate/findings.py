@@ -1,5 +1,6 @@
 """What a gate run found: one record a path, written to the cache and read back."""
 
+from types import NoneType
 from typing import Any, Literal, TypeAlias
 
 import attrs
@@ -165,10 +166,7 @@ class GateResult:
             model=str(value["model"]),
             draft_model=str(value["draft_model"]),
             seconds=float(value["seconds"]),
-            paths=tuple(
-                PathResult(**{**path, "verdict": _known(path["verdict"]), "findings": _findings(path["findings"])})
-                for path in value["paths"]
-            ),
+            paths=tuple(map(_path, value["paths"])),
         )
         verdicts = [path.verdict for path in result.paths]
         if result.verdict not in verdicts or max(map(SEVERITY.index, verdicts)) != SEVERITY.index(result.verdict):
@@ -176,6 +174,23 @@ class GateResult:
         if not all(any(probe.name == "width" for probe in path.findings.probes) for path in result.paths):
             raise ValueError("probes: got none of the width, expected one for every path")
         return result
+
+
+def _path(value: dict[str, Any]) -> PathResult:
+    known = {"verdict": _known(value["verdict"]), "findings": _findings(value["findings"])}
+    result: PathResult = _record(PathResult, {**value, **known})
+    return result
+
+
+_PLAIN: dict[Any, tuple[type, ...]] = {
+    bool: (bool,),
+    int: (int,),
+    float: (int, float),
+    str: (str,),
+    int | None: (int, NoneType),
+    float | None: (int, float, NoneType),
+    str | None: (str, NoneType),
+}
 
 
 def _known(verdict: Any) -> Verdict:
@@ -188,5 +203,15 @@ def _findings(value: dict[str, Any]) -> Findings:
         "laws": Law,
         "probes": Probe,
     }
-    lists = {name: tuple(kind(**entry) for entry in value[name]) for name, kind in kinds.items()}
-    return Findings(**{**value, **lists})
+    lists = {name: tuple(_record(kind, entry) for entry in value[name]) for name, kind in kinds.items()}
+    findings: Findings = _record(Findings, {**value, **lists})
+    return findings
+
+
+def _record(kind: type[Any], value: dict[str, Any]) -> Any:
+    """Build a record whose plain fields have the types they declare: what is on disk may be anything."""
+    for field in attrs.fields(kind):
+        allowed = _PLAIN.get(field.type)
+        if allowed is not None and not isinstance(value[field.name], allowed):
+            raise TypeError(f"{field.name}: got {value[field.name]!r}, expected {field.type}")
+    return kind(**value)

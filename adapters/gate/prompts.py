@@ -44,7 +44,7 @@ def read_prompts(file: str | Path | None, count: int | None) -> list[Prompt]:
         source = (
             importlib.resources.files("posttrainllm.evals") / "prompts" / "gate.jsonl" if file is None else Path(file)
         )
-        text = source.read_text(encoding="utf-8")
+        text = source.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise UsageError(f"--prompts-file: {name}: byte {error.start} is no UTF-8, expected UTF-8 text") from None
     except (OSError, ValueError) as error:
@@ -81,8 +81,10 @@ def _prompt(line: str, number: int, name: str) -> Prompt:
         raise UsageError(f"--prompts-file: {name}, line {number}: expected an object with a `text` that is not empty")
     values = {"id": record.get("id", f"line-{number}"), "kind": record.get("kind", "")}
     for field, value in values.items():
-        if not isinstance(value, str):
-            raise UsageError(f"--prompts-file: {name}, line {number}: `{field}`: got {value!r}, expected a text")
+        # an id stands in verdicts of one line
+        if not isinstance(value, str) or not (value == "" or (is_text(value) and value.isprintable())):
+            shown = repr(value)[:60]
+            raise UsageError(f"--prompts-file: {name}, line {number}: `{field}`: got {shown}, expected printable text")
     return Prompt(text=record["text"], **values)
 
 

@@ -58,6 +58,8 @@ def replay(
     _check_range(trace, from_step, steps, show)
     if trace.torn is not None and not as_json:
         click.echo(f"notice: {file}: line {trace.torn} breaks off and is left out", err=True)
+    elif trace.end is None and not as_json:
+        click.echo(f"notice: {file}: has no end: the run was killed, or the file is cut", err=True)
     with _status(enabled=not as_json) as status:
         pair, differing = _load(trace, model, draft_model, anyway)
         for phrase in () if as_json else differing:

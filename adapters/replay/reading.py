@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from posttrainllm.adapters.loading.pair import DTYPES
 from posttrainllm.adapters.params import MAX_DRAFT_K, SamplingParams, is_int
 from posttrainllm.adapters.replay.trace import FORMAT, Header, StepRecord, Trace
 from posttrainllm.kernel.errors import TraceError, UsageError
@@ -59,7 +60,7 @@ def _parse(path: str, data: bytes) -> Trace:
         if end is not None:
             raise TraceError(f"line {number}: got a line behind the end, expected none")
         if "end" in line.value:
-            end = line.text("end")
+            end = line.one_of("end", ("length", "stop", "cancelled"))
             if end != "cancelled":
                 line.integer("steps", len(steps), len(steps))
         else:
@@ -104,13 +105,13 @@ class _Line:
         return _Line(self.number, value=value, prefix=f"{self._prefix}{name}.")
 
     def text(self, name: str) -> str:
-        return str(self.take(name, lambda got: isinstance(got, str), "text"))
+        return str(self.take(name, _is_line, "text"))
 
     def texts(self, name: str, *needed: str, optional: bool = False) -> dict[str, Any]:
         """An object of texts (or null, where optional), with the needed names."""
         inner = self.nested(name)
         for key in dict.fromkeys((*needed, *inner.value)):
-            inner.take(key, lambda got: isinstance(got, str) or (optional and got is None), "text")
+            inner.take(key, lambda got: _is_line(got) or (optional and got is None), "text")
         return inner.value
 
     def one_of(self, name: str, options: tuple[str, ...]) -> Any:
@@ -158,9 +159,9 @@ def _header(line: _Line) -> Header:
         versions=line.texts("versions", "posttrainllm", "mlx", "mlx-lm"),
         device=line.text("device"),
         device_name=line.text("device_name"),
-        blas=line.take("blas", lambda got: got is None or isinstance(got, str), "text or null"),
+        blas=line.take("blas", lambda got: got is None or _is_line(got), "text or null"),
         compiled=line.flag("compiled"),
-        dtype=line.texts("dtype", *names),
+        dtype={name: line.nested("dtype").one_of(name, DTYPES[1:]) for name in names},
         models=models,
         fingerprints=line.texts("fingerprints", *names, "tokenizer"),
         vocab_size=vocab_size,
@@ -211,4 +212,11 @@ def _step(line: _Line, header: Header, index: int) -> StepRecord:
 
 
 def _floats(got: Any, count: int) -> bool:
-    return isinstance(got, list) and len(got) == count and all(type(value) in (int, float) for value in got)
+    if not isinstance(got, list) or len(got) != count:
+        return False
+    return all(type(value) is float or (type(value) is int and abs(value) < 2**64) for value in got)
+
+
+def _is_line(got: Any) -> bool:
+    """Whether it is text of one line that can be printed; it may be shown in messages."""
+    return isinstance(got, str) and got.isprintable()

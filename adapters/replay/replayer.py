@@ -179,6 +179,11 @@ class Replayer:
         filler = (0,) * (self._header.width - 1)
         for record in steps:
             stands = record.proposals[: max(len(record.emitted) - 1, 0)]
+            if not len(record.emitted) - 1 <= record.accepted <= record.proposed:
+                raise TraceError(
+                    f"{self._trace.path}: line {self._trace.line_of(record.step)}: accepted: got {record.accepted} of "
+                    f"{record.proposed} proposed with {len(record.emitted)} ids emitted, expected counts that agree"
+                )
             for name, got, expected in (
                 ("key", record.key, self._header.key),
                 ("length", record.length, place.length),

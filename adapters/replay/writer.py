@@ -19,6 +19,7 @@ or any row of an engine that is stepped elsewhere, however many rows it has:
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -39,7 +40,7 @@ class TraceWriter:
     """Records one row of an engine. Each line is one write, so that a kill leaves whole lines before the last.
 
     Args:
-        path: the file; what it held is lost.
+        path: the file; what it held is lost when `begin` writes.
 
     Raises:
         TraceError: it cannot be written. So do the methods.
@@ -50,7 +51,8 @@ class TraceWriter:
         self._header: Header | None = None
         self._steps = 0
         try:
-            self._file = Path(path).open("wb", buffering=0)  # noqa: SIM115 # closed by close()
+            # what the file held is lost in begin(), once there is something in its place
+            self._file = Path(path).open("ab", buffering=0)  # noqa: SIM115 # closed by close()
         except (OSError, ValueError) as error:
             raise self._failed(error) from None
 
@@ -66,6 +68,8 @@ class TraceWriter:
             fingerprints: of `fingerprints_of`; None hashes the models' files now.
         """
         self._header = header_of(engine, row, request, fingerprints=fingerprints)
+        with suppress(OSError):  # a pipe has no length
+            self._file.truncate(0)
         self._write(self._header.to_json())
 
     def step(self, step: "RowStep") -> None:
@@ -129,7 +133,7 @@ def record(
     """Decode one request to its limit on an engine of its own, and record it.
 
     Args:
-        path: the file; what it held is lost.
+        path: the file; what it held is lost when `begin` writes.
         pair: the models; without a draft the run is plain.
         request: what to decode; nothing ends it early.
         width: W.

@@ -77,7 +77,7 @@ class Ours:
         step = self._engine.step()[0]
         if not step.finite:
             raise NonFiniteError(
-                f"{self.name}: step {self._engine.steps}: the target's logits are not finite, nothing can be measured"
+                f"{self.name}: step {self._engine.steps - 1}: the target's logits are not finite, nothing is measured"
             )
         self.ids += step.tokens
         self.steps.append((step.proposed, step.accepted))

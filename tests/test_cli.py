@@ -216,7 +216,9 @@ def test_help_lists_the_commands_with_a_line_each():
     assert "sample" in result.stdout
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["sample", "--help"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], *([name, "--help"] for name in ("bench", "chat", "gate", "replay", "sample"))]
+)
 def test_help_imports_neither_mlx_nor_mlx_lm(arguments):
     code = (
         "import sys\nfrom posttrainllm.adapters.cli import cli\n"

@@ -4,8 +4,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from posttrainllm.adapters.loading.fingerprint import fingerprint, tokenizer_fingerprint
 from posttrainllm.adapters.loading.hub import locate
 from posttrainllm.adapters.loading.pair import Pair, embedded_path
@@ -51,6 +49,8 @@ def header_of(
     Returns:
         The header of its trace.
     """
+    import numpy as np
+
     from posttrainllm.kernel.noise import root_key
 
     pair, runtime = engine.pair, engine.pair.runtime

@@ -14,6 +14,7 @@ __all__ = [
     "chat_options",
     "check_draft_k",
     "check_system",
+    "check_template_args",
     "draft_options",
     "model_options",
     "parse_template_args",
@@ -140,10 +141,23 @@ def parse_template_args(text: str | None) -> dict[str, Any]:
         raise UsageError(f"--chat-template-args: got {text[:60]!r}, expected a JSON object ({error})") from None
     if not isinstance(value, dict):
         raise UsageError(f"--chat-template-args: got {text[:60]!r}, expected a JSON object")
-    taken = sorted(_RESERVED & value.keys())
-    if taken:
-        raise UsageError(f"--chat-template-args: got {taken[0]!r}, expected arguments other than {sorted(_RESERVED)}")
+    check_template_args("--chat-template-args", value)
     return value
+
+
+def check_template_args(name: str, arguments: dict[str, Any]) -> None:
+    """Refuse arguments that the chat template is given anyway.
+
+    Args:
+        name: of the option, for the message.
+        arguments: by name.
+
+    Raises:
+        UsageError: one is ours to set.
+    """
+    taken = sorted(_RESERVED & arguments.keys())
+    if taken:
+        raise UsageError(f"{name}: got {taken[0]!r}, expected arguments other than {sorted(_RESERVED)}")
 
 
 def check_system(text: str | None) -> None:

@@ -4,14 +4,14 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
-import attrs
 import mlx.core as mx
 
 from posttrainllm.adapters.engine import Engine, capacity_for
 from posttrainllm.adapters.loading.memory import Forecast
 from posttrainllm.adapters.loading.pair import Pair
 from posttrainllm.adapters.params import MAX_DRAFT_K, SamplingParams, check_width, is_int, is_text
-from posttrainllm.adapters.result import Chunk, FinishReason, Result, Timings, Usage
+from posttrainllm.adapters.request import request_of
+from posttrainllm.adapters.result import Chunk, FinishReason, Result, Timings, TokenLogprobs, Usage
 from posttrainllm.adapters.rows import RowRequest, RowStep
 from posttrainllm.adapters.text import IncrementalDecoder, StopMatcher
 from posttrainllm.kernel.errors import CapacityError, NonFiniteError, UsageError
@@ -70,17 +70,8 @@ class Generation:
         limit = min(len(self._prompt) + params.max_tokens, context)
         self._count = limit - len(self._prompt)
         width = draft_k + 1 if pair.draft is not None else plain_width
-        self._request = RowRequest(
-            prompt=self._prompt,
-            limit=limit,
-            seed=params.seed,
-            temperature=params.temperature,
-            top_k=params.top_k,
-            top_p=params.top_p,
-            min_p=params.min_p,
-            draft_k=self._draft_k,
-            coupled=params.accept_rule == "coupled",
-        )
+        params.check_ids(pair.vocab_size)
+        self._request = request_of(params, self._prompt, limit=limit, draft_k=self._draft_k)
         self._engine = Engine(pair, capacity=capacity_for(limit, width), width=width)
         self._decoder = IncrementalDecoder(pair.tokenizer)
         self._matcher = StopMatcher(params.stop)
@@ -165,7 +156,7 @@ class Generation:
             draft_k=self._draft_k or None,
             plain_width=self._engine.width if pair.draft is None else None,
             accept_rule=self.params.accept_rule if pair.draft is not None and self.params.temperature > 0 else None,
-            sampling=attrs.asdict(self.params, filter=attrs.filters.exclude("seed", "accept_rule")),
+            sampling=self.params.described,
             device=pair.runtime.device,
             dtype=pair.target.dtype,
             blas=pair.runtime.blas,
@@ -191,12 +182,14 @@ class Generation:
         cut = self._reason == "stop"
         self._proposed += min(step.proposed, kept) if cut else step.proposed
         self._accepted += min(step.accepted, kept)
-        return self._chunk("".join(pieces), step.tokens[:kept])
+        logprobs = step.logprobs[:kept] if self.params.logprobs is not None else None
+        return self._chunk("".join(pieces), step.tokens[:kept], logprobs)
 
     def _push(self, index: int) -> tuple[str, FinishReason | None]:
         """Add one id; the text it lets out, and why the generation ends with it if it does."""
         self._ids.append(index)
-        if index in self.pair.tokenizer.eos_ids and not self.params.ignore_eos:
+        at_eos = index in self.pair.tokenizer.eos_ids and not self.params.ignore_eos
+        if at_eos or index in self.params.stop_token_ids:
             return self._tail(), "stop"
         piece, stopped = self._matcher.push(self._decoder.push(index))
         if stopped:
@@ -210,9 +203,9 @@ class Generation:
         piece, stopped = self._matcher.push(self._decoder.flush())
         return piece if stopped else piece + self._matcher.flush()
 
-    def _chunk(self, text: str, token_ids: tuple[int, ...]) -> Chunk:
+    def _chunk(self, text: str, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...] | None = None) -> Chunk:
         self._text.append(text)
-        return Chunk(text=text, token_ids=token_ids, finish_reason=self._reason)
+        return Chunk(text=text, token_ids=token_ids, finish_reason=self._reason, logprobs=logprobs)
 
 
 def _ids(pair: Pair, prompt: str | Sequence[int]) -> list[int]:

@@ -4,7 +4,7 @@ import time
 
 from posttrainllm.adapters.loading.tokenizer import Tokenizer
 from posttrainllm.adapters.params import SamplingParams
-from posttrainllm.adapters.result import Chunk, FinishReason, Timings, Usage
+from posttrainllm.adapters.result import Chunk, FinishReason, Timings, TokenLogprobs, Usage
 from posttrainllm.adapters.rows import RowStep
 from posttrainllm.adapters.text import IncrementalDecoder, StopMatcher
 from posttrainllm.kernel.errors import NonFiniteError
@@ -86,7 +86,8 @@ class Completion:
         if self._first_count == 0:
             self._ttft_s, self._first_count = now, len(self._ids)
         self._decode_s = now - self._ttft_s
-        return self._chunk("".join(pieces), step.tokens[:kept])
+        logprobs = step.logprobs[:kept] if self._params.logprobs is not None else None
+        return self._chunk("".join(pieces), step.tokens[:kept], logprobs)
 
     def cancel(self) -> Chunk:
         """End early and return the text still held back; what was decoded stays."""
@@ -123,7 +124,8 @@ class Completion:
     def _push(self, index: int) -> tuple[str, FinishReason | None]:
         """Add one id; the text it lets out, and why the reply ends with it if it does."""
         self._ids.append(index)
-        if index in self._tokenizer.eos_ids and not self._params.ignore_eos:
+        at_eos = index in self._tokenizer.eos_ids and not self._params.ignore_eos
+        if at_eos or index in self._params.stop_token_ids:
             return self._tail()[0], "stop"
         piece, stopped = self._matcher.push(self._decoder.push(index))
         if stopped:
@@ -138,6 +140,6 @@ class Completion:
         piece, stopped = self._matcher.push(self._decoder.flush())
         return (piece, True) if stopped else (piece + self._matcher.flush(), False)
 
-    def _chunk(self, text: str, token_ids: tuple[int, ...]) -> Chunk:
+    def _chunk(self, text: str, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...] | None = None) -> Chunk:
         self._text.append(text)
-        return Chunk(text=text, token_ids=token_ids, finish_reason=self.reason)
+        return Chunk(text=text, token_ids=token_ids, finish_reason=self.reason, logprobs=logprobs)

@@ -13,7 +13,16 @@ import mlx.core as mx
 from posttrainllm.adapters.loading.memory import Forecast
 from posttrainllm.adapters.loading.pair import Pair
 from posttrainllm.adapters.prefill import PromptPrefill, prefill_chunk
-from posttrainllm.adapters.rows import RowPlace, RowRequest, RowStep, read_rows, sampling_of, smallest_mode
+from posttrainllm.adapters.rows import (
+    RowPlace,
+    RowRequest,
+    RowStep,
+    check_bias,
+    read_rows,
+    sampling_of,
+    smallest_mode,
+    wanted_logprobs,
+)
 from posttrainllm.kernel.cache import insert_request, insert_row
 from posttrainllm.kernel.config import Mode, StepConfig
 from posttrainllm.kernel.draft import Draft
@@ -100,7 +109,7 @@ class Engine:
             draft_kv=kv[1] if len(kv) > 1 else (),
             key=mx.zeros((rows, 2), dtype=mx.uint32),
         )
-        self._sampling = sampling_of(self._requests)
+        self._sampling = sampling_of(self._requests, self._vocab_size)
 
     def insert(self, row: int, request: RowRequest) -> None:
         """Prefill a prompt and put it in a row, whose old contents are overwritten whole.
@@ -154,7 +163,7 @@ class Engine:
         self._requests[row] = request
         self._places[row] = RowPlace(length=len(request.prompt), last=int(request.prompt[-1]))
         self._epochs[row] += 1
-        self._sampling = sampling_of(self._requests)
+        self._sampling = sampling_of(self._requests, self._vocab_size)
 
     def release(self, row: int) -> None:
         """Make a row idle; a step in flight for it is forgotten.
@@ -171,7 +180,7 @@ class Engine:
         self._state = attrs.evolve(state, limit=limit)
         self._requests[row] = None
         self._epochs[row] += 1
-        self._sampling = sampling_of(self._requests)
+        self._sampling = sampling_of(self._requests, self._vocab_size)
 
     def step(self) -> dict[int, RowStep]:
         """Run one step for all rows and read it.
@@ -189,7 +198,7 @@ class Engine:
             for row in range(self.rows)
             if self._requests[row] is not None and epochs[row] == self._epochs[row]
         }
-        steps = read_rows(output, keys, current, config)
+        steps = read_rows(output, keys, current, config, wanted_logprobs(self._requests))
         self._depth = 1 if time.perf_counter() - started < _PIPELINED_BELOW_S else 0
         self._places |= {row: place.after(steps[row]) for row, place in current.items()}
         return steps
@@ -200,7 +209,11 @@ class Engine:
         return state
 
     def _launch(self) -> None:
-        config = self.config_for(smallest_mode(self._requests))
+        config = self.config_for(
+            smallest_mode(self._requests),
+            adjusted=any(request is not None and request.adjusted for request in self._requests),
+            logprobs=bool(wanted_logprobs(self._requests)),
+        )
         step = self.step_for(config)
         # nothing may hold the old state while the new one is evaluated, or its buffers are copied
         state, self._state = self._take(), None
@@ -209,7 +222,7 @@ class Engine:
         mx.async_eval(self._state.to_tree(), output.to_tree())  # type: ignore[no-untyped-call] # as MLX declares it
         self._in_flight.append((tuple(self._epochs), config, self._state.key, output))
 
-    def config_for(self, mode: Mode) -> StepConfig:
+    def config_for(self, mode: Mode, *, adjusted: bool = False, logprobs: bool = False) -> StepConfig:
         """Static shape of this engine's steps in a mode."""
         return StepConfig(
             width=self.width,
@@ -217,6 +230,8 @@ class Engine:
             mode=mode,
             narrow_draft=draft_width(self.pair.runtime.device, mode) == 1,
             diagnostics=self.diagnostics,
+            adjusted=adjusted,
+            logprobs=logprobs,
         )
 
     def step_for(self, config: StepConfig) -> Step:
@@ -259,6 +274,7 @@ class Engine:
         for index in request.prompt:
             if not 0 <= index < vocab_size:
                 raise CapacityError(f"prompt: got token id {index}, expected 0 to {vocab_size - 1}")
+        check_bias(request, self._vocab_size)
         most = min(self.capacity - 1, self.pair.target.context)
         if not len(request.prompt) < request.limit <= most:
             raise CapacityError(

@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
-import attrs
 import mlx.core as mx
 
 from posttrainllm.adapters.completion import Completion
@@ -11,6 +10,7 @@ from posttrainllm.adapters.engine import Engine, capacity_for
 from posttrainllm.adapters.loading.memory import Forecast
 from posttrainllm.adapters.loading.pair import Pair
 from posttrainllm.adapters.params import MAX_DRAFT_K, SamplingParams, check_width, is_int, is_text
+from posttrainllm.adapters.request import request_of
 from posttrainllm.adapters.result import Chunk, Result
 from posttrainllm.adapters.rows import RowRequest, RowStep
 from posttrainllm.kernel.errors import CapacityError, UsageError
@@ -68,17 +68,8 @@ class Generation:
             raise CapacityError(f"prompt: got {len(self._prompt)} tokens, expected fewer than the context of {context}")
         limit = min(len(self._prompt) + params.max_tokens, context)
         width = draft_k + 1 if pair.draft is not None else plain_width
-        self._request = RowRequest(
-            prompt=self._prompt,
-            limit=limit,
-            seed=params.seed,
-            temperature=params.temperature,
-            top_k=params.top_k,
-            top_p=params.top_p,
-            min_p=params.min_p,
-            draft_k=self._draft_k,
-            coupled=params.accept_rule == "coupled",
-        )
+        params.check_ids(pair.vocab_size)
+        self._request = request_of(params, self._prompt, limit=limit, draft_k=self._draft_k)
         self._engine = Engine(pair, capacity=capacity_for(limit, width), width=width)
         self._completion = Completion(
             pair.tokenizer, params, prompt_tokens=len(self._prompt), count=limit - len(self._prompt)
@@ -136,7 +127,7 @@ class Generation:
             draft_k=self._draft_k or None,
             plain_width=self._engine.width if pair.draft is None else None,
             accept_rule=self.params.accept_rule if pair.draft is not None and self.params.temperature > 0 else None,
-            sampling=attrs.asdict(self.params, filter=attrs.filters.exclude("seed", "accept_rule")),
+            sampling=self.params.described,
             device=pair.runtime.device,
             dtype=pair.target.dtype,
             blas=pair.runtime.blas,

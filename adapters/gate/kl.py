@@ -109,7 +109,7 @@ def positions_in_law(
     assert pair.draft is not None
     compiled = pair.runtime.compiled
     scorers = [Scorer(model, capacity=shape.capacity, compiled=compiled) for model in (pair.target, pair.draft)]
-    sampling = sampling_of([requests[0]] * shape.rows)
+    sampling = sampling_of([requests[0]] * shape.rows, pair.vocab_size)
     filters = requests[0].mode == "filtered"
     share = np.random.default_rng(0)
     places: list[int] = []

@@ -67,7 +67,10 @@ def failed(message: str = "the engine failed; the server is going down") -> ApiE
 def timed_out(seconds: float) -> ApiError:
     """504: the answer took longer than --request-timeout."""
     return ApiError(
-        504, f"the answer took longer than the {seconds:g} s that this server allows", kind="server_error", code="timeout"
+        504,
+        f"the answer took longer than the {seconds:g} s that this server allows",
+        kind="server_error",
+        code="timeout",
     )
 
 

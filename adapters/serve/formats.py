@@ -67,7 +67,12 @@ class ChatFormat(_Format):
     """chat.completion and chat.completion.chunk."""
 
     def opening(self, index: int) -> dict[str, Any] | None:
-        choice = {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        choice = {
+            "index": index,
+            "delta": {"role": "assistant", "content": ""},
+            "logprobs": None,
+            "finish_reason": None,
+        }
         return self._object("chat.completion.chunk", [choice])
 
     def chunk(self, pieces: Sequence[Piece]) -> dict[str, Any]:

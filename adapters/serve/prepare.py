@@ -1,6 +1,6 @@
 """From a body that has the right fields to checked work: prompts as ids, and the options of every choice."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
@@ -11,7 +11,7 @@ from posttrainllm.adapters.params import SamplingParams, is_text
 from posttrainllm.adapters.serve.errors import ApiError, invalid
 from posttrainllm.adapters.serve.schema import ChatRequest, CompletionRequest
 from posttrainllm.adapters.serve.settings import ServeSettings
-from posttrainllm.kernel.errors import CapacityError, CheckpointError, UsageError
+from posttrainllm.kernel.errors import CapacityError, CheckpointError
 
 __all__ = ["Choice", "Work", "prepare_chat", "prepare_completion"]
 
@@ -64,7 +64,9 @@ def prepare_chat(body: ChatRequest, settings: ServeSettings, tokenizer: Tokenize
         UsageError: an option is out of range.
     """
     if body.tools and body.tool_choice != "none":
-        raise invalid("tools: this server supports no tools: an empty list", param="tools", code="unsupported_parameter")
+        raise invalid(
+            "tools: this server supports no tools: an empty list", param="tools", code="unsupported_parameter"
+        )
     if body.top_logprobs is not None and not body.logprobs:
         raise invalid("top_logprobs: got it without logprobs, expected logprobs: true", param="top_logprobs")
     if body.max_completion_tokens is not None:
@@ -104,7 +106,9 @@ def _are_several(prompt: Any) -> bool:
     return isinstance(prompt, list) and (not prompt or not isinstance(prompt[0], int))
 
 
-def _prompt(prompt: str | list[int], settings: ServeSettings, tokenizer: Tokenizer, *, with_text: bool) -> tuple[list[int], str]:
+def _prompt(
+    prompt: str | list[int], settings: ServeSettings, tokenizer: Tokenizer, *, with_text: bool
+) -> tuple[list[int], str]:
     """Ids and, for echo, the text of one prompt."""
     if isinstance(prompt, str):
         _check_text("prompt", prompt)
@@ -184,7 +188,9 @@ def _work(
         if not ids:
             raise invalid(f"{field}: got no token, expected one or more", param=field)
         if len(ids) >= settings.context:
-            raise CapacityError(f"{field}: got {len(ids)} tokens, expected fewer than the context of {settings.context}")
+            raise CapacityError(
+                f"{field}: got {len(ids)} tokens, expected fewer than the context of {settings.context}"
+            )
         for index in range(count):
             seed = {} if body.seed is None else {"seed": _seed(body.seed, index)}
             params = SamplingParams.from_options({**options, **seed})

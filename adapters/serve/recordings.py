@@ -32,9 +32,7 @@ class Recording:
             return
         try:
             self._writer = TraceWriter(self._path)
-            self._writer.begin(
-                engine, number, request, fingerprints=self._fingerprints, request_id=self._request_id
-            )
+            self._writer.begin(engine, number, request, fingerprints=self._fingerprints, request_id=self._request_id)
         except TraceError as error:
             self._give_up(error)
 

@@ -165,7 +165,9 @@ def _told(error: Any) -> ApiError:
     if field in _UNIONS:
         return invalid(f"{field}: got {_short(got)}, expected {_UNIONS[field]}", param=field)
     if field in _UNSUPPORTED:
-        return invalid(f"{field}: this server supports {_UNSUPPORTED[field]}", param=field, code="unsupported_parameter")
+        return invalid(
+            f"{field}: this server supports {_UNSUPPORTED[field]}", param=field, code="unsupported_parameter"
+        )
     expected = error["msg"].removeprefix("Input should be ").replace("'", "")
     return invalid(f"{place}: got {_short(got)}, expected {expected}", param=place)
 

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-
 from posttrainllm.adapters.serve.jobs import Outcome
 from posttrainllm.adapters.serve.prepare import Work
 

@@ -11,6 +11,7 @@ from posttrainllm.adapters.params import MAX_DRAFT_K, AcceptRule, check_width, i
 from posttrainllm.kernel.errors import UsageError
 
 __all__ = [
+    "accept_rule_option",
     "chat_options",
     "check_draft_k",
     "check_system",
@@ -39,10 +40,17 @@ def _together(*options: Callable[[Any], Any]) -> Callable[[_Command], _Command]:
     return decorate
 
 
-def model_options() -> Callable[[_Command], _Command]:
-    """MODEL, --draft-model and --dtype."""
+def model_options(*, envvar: str | None = None) -> Callable[[_Command], _Command]:
+    """MODEL, --draft-model and --dtype.
+
+    Args:
+        envvar: variable that MODEL is taken from where it is not given; None for none.
+
+    Returns:
+        The decorator.
+    """
     return _together(
-        click.argument("model", required=False),
+        click.argument("model", required=False, envvar=envvar),
         click.option(
             "--draft-model",
             metavar="PATH",
@@ -98,14 +106,19 @@ def sampling_options(*, max_tokens: int) -> Callable[[_Command], _Command]:
             help="Drop ids under this share of the likeliest.",
         ),
         click.option("--seed", type=int, help="Same seed, same text. Default: fresh entropy."),
-        click.option(
-            "--accept-rule",
-            type=click.Choice(get_args(AcceptRule)),
-            default="leviathan",
-            show_default=True,
-            help="How proposals are judged at T>0: by the ratio of probabilities, or by shared noise, which gives the "
-            "ids that plain sampling with the same seed gives.",
-        ),
+        accept_rule_option(),
+    )
+
+
+def accept_rule_option() -> Callable[[_Command], _Command]:
+    """--accept-rule."""
+    return click.option(
+        "--accept-rule",
+        type=click.Choice(get_args(AcceptRule)),
+        default="leviathan",
+        show_default=True,
+        help="How proposals are judged at T>0: by the ratio of probabilities, or by shared noise, which gives the "
+        "ids that plain sampling with the same seed gives.",
     )
 
 

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import attrs
 
 from posttrainllm.adapters.loading.tokenizer import Tokenizer
-from posttrainllm.adapters.rows import TokenLogprobs
+from posttrainllm.adapters.result import TokenLogprobs
 from posttrainllm.adapters.serve.logprobs import chat_logprobs, completion_logprobs
 
 __all__ = ["ChatFormat", "CompletionFormat", "Format", "Piece"]
@@ -23,6 +23,8 @@ class Piece:
     offset: int = 0
     """Characters of the choice before this piece."""
     logprobs: Logprobs | None = None
+    first: int | None = None
+    """The id that a None among the log probabilities stands for."""
     finish_reason: str | None = None
 
 
@@ -67,6 +69,7 @@ class ChatFormat(_Format):
     """chat.completion and chat.completion.chunk."""
 
     def opening(self, index: int) -> dict[str, Any] | None:
+        """What a stream says of a choice before its first text."""
         choice = {
             "index": index,
             "delta": {"role": "assistant", "content": ""},
@@ -76,6 +79,7 @@ class ChatFormat(_Format):
         return self._object("chat.completion.chunk", [choice])
 
     def chunk(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+        """One object of a stream."""
         choices = [
             {"index": piece.index, "delta": {"content": piece.text} if piece.text else {}, **self._rest(piece)}
             for piece in pieces
@@ -83,6 +87,7 @@ class ChatFormat(_Format):
         return self._object("chat.completion.chunk", choices)
 
     def whole(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+        """The answer."""
         choices = [
             {
                 "index": piece.index,
@@ -102,17 +107,20 @@ class CompletionFormat(_Format):
     """text_completion, the same for a stream."""
 
     def opening(self, index: int) -> dict[str, Any] | None:
+        """What a stream says of a choice before its first text."""
         return None
 
     def chunk(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+        """One object of a stream."""
         choices = [{"index": piece.index, "text": piece.text, **self._rest(piece)} for piece in pieces]
         return self._object("text_completion", choices)
 
     def whole(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+        """The answer."""
         return self.chunk(pieces)
 
     def _rest(self, piece: Piece) -> dict[str, Any]:
-        logprobs = (
-            None if piece.logprobs is None else completion_logprobs(piece.logprobs, self.tokenizer, offset=piece.offset)
-        )
+        logprobs = None
+        if piece.logprobs is not None:
+            logprobs = completion_logprobs(piece.logprobs, self.tokenizer, offset=piece.offset, first=piece.first)
         return {"logprobs": logprobs, "finish_reason": piece.finish_reason}

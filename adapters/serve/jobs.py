@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 import attrs
 
 from posttrainllm.adapters.params import SamplingParams
-from posttrainllm.adapters.result import Chunk, Timings, Usage
+from posttrainllm.adapters.result import Chunk, Timings, TokenLogprobs, Usage
 
 __all__ = ["Job", "Outcome", "Update"]
 
@@ -28,6 +28,8 @@ class Update:
     """What happened to a choice. The last one has an outcome or an error."""
 
     chunk: Chunk | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    """Of the prompt's own ids, None for the first; before any chunk."""
     outcome: Outcome | None = None
     error: Exception | None = None
 
@@ -52,6 +54,8 @@ class Job:
     limit: int
     """Length, prompt included, at which it ends."""
     speculate: bool
+    score: bool = False
+    """Whether the log probabilities of the prompt's own ids are wanted."""
     deliver: Deliver
     """Called on the engine's thread; returns at once."""
     cancelled: bool = False

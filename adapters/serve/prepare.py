@@ -13,7 +13,7 @@ from posttrainllm.adapters.serve.schema import ChatRequest, CompletionRequest
 from posttrainllm.adapters.serve.settings import ServeSettings
 from posttrainllm.kernel.errors import CapacityError, CheckpointError
 
-__all__ = ["Choice", "Work", "prepare_chat", "prepare_completion"]
+__all__ = ["Choice", "Work", "prepare_chat", "prepare_completion", "unknown_model"]
 
 _MOST_CHOICES = 128
 _MOST_STOPS = 64
@@ -102,6 +102,12 @@ def prepare_completion(body: CompletionRequest, settings: ServeSettings, tokeniz
     return _work(body, settings, encoded, options, field="prompt")
 
 
+def unknown_model(name: str, settings: ServeSettings) -> ApiError:
+    """404: another model than the one that is served."""
+    message = f"model: got {name[:200]!r}, expected {settings.name!r}, the one that is served"
+    return ApiError(404, message, param="model", code="model_not_found")
+
+
 def _are_several(prompt: Any) -> bool:
     return isinstance(prompt, list) and (not prompt or not isinstance(prompt[0], int))
 
@@ -113,7 +119,7 @@ def _prompt(
     if isinstance(prompt, str):
         _check_text("prompt", prompt)
         return tokenizer.encode(prompt), prompt if with_text else ""
-    _check_ids("prompt", prompt, settings.prompt_vocab_size)
+    _check_prompt(prompt, settings.prompt_vocab_size)
     return prompt, tokenizer.decode(prompt) if with_text else ""
 
 
@@ -141,12 +147,7 @@ def _options(
 ) -> dict[str, Any]:
     """The options of SamplingParams that the body asks for, but the seed."""
     if body.model is not None and body.model not in (settings.name, *settings.other_names):
-        raise ApiError(
-            404,
-            f"model: got {body.model[:200]!r}, expected {settings.name!r}: the one that is served",
-            param="model",
-            code="model_not_found",
-        )
+        raise unknown_model(body.model, settings)
     options: dict[str, Any] = {name: getattr(body, name) for name in _SAME_NAME if getattr(body, name) is not None}
     options["temperature"] = _TEMPERATURE if body.temperature is None else body.temperature
     options["max_tokens"] = max_tokens if body.max_tokens is None else body.max_tokens
@@ -158,18 +159,13 @@ def _options(
     if len(stops) > _MOST_STOPS or any(len(stop) > _LONGEST_STOP for stop in stops):
         raise invalid(f"stop: expected at most {_MOST_STOPS} texts of {_LONGEST_STOP} characters", param="stop")
     options["stop"] = tuple(stops)
-    _check_ids("stop_token_ids", body.stop_token_ids or [], settings.vocab_size)
     options["stop_token_ids"] = tuple(body.stop_token_ids or ())
-    options["logit_bias"] = _bias(body.logit_bias or {}, settings.vocab_size)
-    return options
-
-
-def _bias(biases: dict[str, float], vocab_size: int) -> dict[int, float]:
+    biases = body.logit_bias or {}
     for name in biases:
         if not (name.isascii() and name.isdigit() and len(name) < 20):
             raise invalid(f"logit_bias: got the token id {name[:40]!r}, expected a whole number", param="logit_bias")
-    _check_ids("logit_bias", [int(name) for name in biases], vocab_size)
-    return {int(name): bias for name, bias in biases.items()}
+    options["logit_bias"] = {int(name): bias for name, bias in biases.items()}
+    return options
 
 
 def _work(
@@ -194,6 +190,7 @@ def _work(
         for index in range(count):
             seed = {} if body.seed is None else {"seed": _seed(body.seed, index)}
             params = SamplingParams.from_options({**options, **seed})
+            params.check_ids(settings.vocab_size)
             limit = min(len(ids) + min(params.max_tokens, settings.max_tokens), settings.context)
             choices.append(Choice(prompt=tuple(ids), params=params, limit=limit, echo=echo))
     return Work(
@@ -216,11 +213,11 @@ def _check_text(field: str, text: str) -> None:
         raise invalid(f"{field}: got an empty text or half a surrogate pair, expected text", param=field)
 
 
-def _check_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
+def _check_prompt(ids: Sequence[int], vocab_size: int) -> None:
     """MLX checks no index: an id that the model lacks never gets there."""
     for index in ids:
         if not 0 <= index < vocab_size:
             raise invalid(
-                f"{field}: got token id {index}, expected 0 to {vocab_size - 1}: the vocabulary has {vocab_size}",
-                param=field,
+                f"prompt: got token id {index}, expected 0 to {vocab_size - 1}, of a vocabulary of {vocab_size}",
+                param="prompt",
             )

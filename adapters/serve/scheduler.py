@@ -5,8 +5,8 @@ runs one step, so that a prompt delays the rows beside it by a chunk a step, and
 """
 
 import time
-from collections.abc import Callable
-from typing import TypeAlias
+from collections.abc import Callable, Generator
+from typing import Protocol
 
 import attrs
 
@@ -14,7 +14,10 @@ from posttrainllm.adapters.completion import Completion
 from posttrainllm.adapters.engine import Engine
 from posttrainllm.adapters.gate.standing import Standing
 from posttrainllm.adapters.prefill import PromptPrefill
-from posttrainllm.adapters.rows import RowStep, request_of
+from posttrainllm.adapters.prompt_logprobs import prompt_logprobs
+from posttrainllm.adapters.request import request_of
+from posttrainllm.adapters.result import TokenLogprobs
+from posttrainllm.adapters.rows import RowStep
 from posttrainllm.adapters.runtime import LOGGER
 from posttrainllm.adapters.serve.admission import Admission
 from posttrainllm.adapters.serve.errors import failed
@@ -25,8 +28,13 @@ from posttrainllm.kernel.errors import PosttrainllmError
 
 __all__ = ["FullGate", "Scheduler"]
 
-FullGate: TypeAlias = Callable[[Callable[..., None]], Standing]
-"""Runs the gate to its end, calling back after every step of it."""
+
+class FullGate(Protocol):
+    """The whole gate."""
+
+    def __call__(self, *, progress: Callable[..., None]) -> Standing:
+        """Run it to its end, calling back after every step."""
+        ...
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -39,6 +47,8 @@ class _Row:
     since: float
     recording: Recording
     prefill: PromptPrefill
+    scoring: Generator[None, None, list[TokenLogprobs | None]] | None
+    """Of the prompt itself, where it is echoed with log probabilities; it comes before the prefill."""
 
 
 class _StopError(Exception):
@@ -128,9 +138,8 @@ class Scheduler:
 
     def _begin(self, job: Job, queue_s: float) -> _Row:
         drafted = job.speculate and self.standing.enabled
-        request = request_of(
-            job.params, prompt=job.prompt, limit=job.limit, draft_k=self._engine.width - 1 if drafted else 0
-        )
+        draft_k = self._engine.width - 1 if drafted else 0
+        request = request_of(job.params, job.prompt, limit=job.limit, draft_k=draft_k)
         completion = Completion(
             self._engine.pair.tokenizer,
             job.params,
@@ -144,9 +153,17 @@ class Scheduler:
             since=time.perf_counter(),
             prefill=self._engine.prefill(request),
             recording=self._recordings.start(job),
+            scoring=prompt_logprobs(self._engine, job.prompt, count=job.params.logprobs or 0) if job.score else None,
         )
 
     def _read_chunk(self, number: int, row: _Row) -> None:
+        if row.scoring is not None:
+            try:
+                next(row.scoring)
+            except StopIteration as scored:
+                row.scoring = None
+                row.job.deliver(Update(prompt_logprobs=scored.value))
+            return
         row.prefill.advance()
         if not row.prefill.done:
             return
@@ -204,7 +221,7 @@ class Scheduler:
         gate, self._full_gate = self._full_gate, None
         LOGGER.info("gate: the full set of prompts runs while nobody asks")
         try:
-            standing = gate(self._pump)
+            standing = gate(progress=self._pump)
         except PosttrainllmError as error:
             LOGGER.warning("the full gate did not run to its end: %s", error)
             return

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 
 from posttrainllm.adapters.serve.admission import Admission
-from posttrainllm.adapters.serve.errors import timed_out
+from posttrainllm.adapters.serve.errors import as_api_error, timed_out
 from posttrainllm.adapters.serve.jobs import Job, Update
 from posttrainllm.adapters.serve.prepare import Work
 
@@ -41,6 +41,9 @@ class Submission:
         self._deadline = None if seconds is None else time.monotonic() + seconds
         self._updates: asyncio.Queue[tuple[int, Update]] = asyncio.Queue()
         self._open = len(work.choices)
+        self._request_id, self._prompt_tokens = request_id, work.prompt_tokens
+        self._tokens = self._proposed = self._accepted = 0
+        self._end: str | None = None
         loop = asyncio.get_running_loop()
 
         def deliver(index: int, update: Update) -> None:
@@ -55,6 +58,7 @@ class Submission:
                 params=choice.params,
                 limit=choice.limit,
                 speculate=work.speculate,
+                score=work.echo and choice.params.logprobs is not None,
                 deliver=lambda update, index=index: deliver(index, update),
             )
             for index, choice in enumerate(work.choices)
@@ -71,7 +75,7 @@ class Submission:
             The choice's index and the update.
 
         Raises:
-            Exception: an update's error, or ApiError 504 when time is up.
+            ApiError: an update's error, or 504 when time is up.
         """
         while self._open:
             left = None if self._deadline is None else self._deadline - time.monotonic()
@@ -80,13 +84,26 @@ class Submission:
                 index, update = await asyncio.wait_for(self._updates.get(), silence)
             except TimeoutError:
                 if self._deadline is not None and time.monotonic() >= self._deadline:
+                    self._end = "timed out"
                     raise timed_out(self._seconds or 0.0) from None
                 yield None
                 continue
             if update.error is not None:
-                raise update.error
+                self._end = "failed"
+                raise as_api_error(update.error)
+            self._tokens += 0 if update.chunk is None else len(update.chunk.token_ids)
+            if update.outcome is not None:
+                self._proposed += update.outcome.usage.draft_proposed
+                self._accepted += update.outcome.usage.draft_accepted
             self._open -= update.last
             yield index, update
+
+    @property
+    def summary(self) -> str:
+        """One line for the log, without a word of prompt or answer."""
+        end = self._end or ("done" if self._open == 0 else "the client left")
+        drafted = f", accepted {self._accepted} of {self._proposed}" if self._proposed else ""
+        return f"{self._request_id}: {end}, {self._prompt_tokens} + {self._tokens} tokens{drafted}"
 
     def close(self) -> None:
         """Nobody wants the rest: its rows are freed within one step."""

@@ -9,7 +9,7 @@ from posttrainllm.adapters.result import TokenLogprobs
 __all__ = ["chat_logprobs", "completion_logprobs"]
 
 
-def chat_logprobs(logprobs: Sequence[TokenLogprobs], tokenizer: Tokenizer) -> dict[str, Any]:
+def chat_logprobs(logprobs: Sequence[TokenLogprobs | None], tokenizer: Tokenizer) -> dict[str, Any]:
     """The `logprobs` of a chat choice: every emitted id, and its most likely alternatives."""
 
     def entry(index: int, logprob: float) -> dict[str, Any]:
@@ -20,6 +20,7 @@ def chat_logprobs(logprobs: Sequence[TokenLogprobs], tokenizer: Tokenizer) -> di
     content = [
         {**entry(token.token_id, token.logprob), "top_logprobs": [entry(*alternative) for alternative in token.top]}
         for token in logprobs
+        if token is not None
     ]
     return {"content": content, "refusal": None}
 

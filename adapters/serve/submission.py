@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Coroutine
+from functools import partial
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -59,7 +60,7 @@ class Submission:
                 limit=choice.limit,
                 speculate=work.speculate,
                 score=work.echo and choice.params.logprobs is not None,
-                deliver=lambda update, index=index: deliver(index, update),
+                deliver=partial(deliver, index),
             )
             for index, choice in enumerate(work.choices)
         ]

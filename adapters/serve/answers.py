@@ -101,8 +101,8 @@ class _Writer:
         self._outcomes: dict[int, Outcome] = {}
 
     def event(self, value: dict[str, Any]) -> str:
-        """One event; while usage is asked for, OpenAI's API has the key in every chunk."""
-        return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
+        """One event."""
+        return f"data: {json.dumps(value, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
     def lines(self, index: int, update: Update) -> list[str]:
         """The events of an update; none where it lets no text out."""

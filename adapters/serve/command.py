@@ -11,6 +11,7 @@ import click
 from posttrainllm.adapters.gate.command import FAILED
 from posttrainllm.adapters.options import accept_rule_option, check_draft_k, draft_options, model_options
 from posttrainllm.adapters.params import check_width, is_text
+from posttrainllm.adapters.runtime import start
 from posttrainllm.kernel.errors import GateError, UsageError
 
 __all__ = ["serve"]
@@ -68,6 +69,7 @@ def serve(
     _check(port=port, request_timeout=request_timeout, **options)
     _set_up_log(log_level)
     folder = None if record_dir is None else _folder(record_dir)
+    start()  # the BLAS comes before MLX, and the next lines import MLX
     from posttrainllm.adapters.serve.boot import ServeOptions
     from posttrainllm.adapters.serve.lifecycle import bind, serve_until_stopped
 

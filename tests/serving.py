@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import httpx
+import httpx2 as httpx
 import openai
 
 _START_S = 300.0  # a first run compiles kernels

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import mlx.core as mx
 
 from posttrainllm.adapters.engine import Engine, capacity_for
 from posttrainllm.adapters.gate.paths import Shape
@@ -76,6 +77,12 @@ class EngineThread(threading.Thread):
 
     def run(self) -> None:
         """Everything that touches MLX: its streams belong to threads."""
+        try:
+            self._run()
+        finally:
+            mx.clear_streams()  # MLX asks it of every thread but the main one: the process could abort at its end
+
+    def _run(self) -> None:
         try:
             served = _boot(self._options)
         except BaseException as error:

@@ -13,7 +13,7 @@ from starlette.applications import Starlette
 from posttrainllm.adapters.runtime import LOGGER
 from posttrainllm.adapters.serve.app import make_app
 from posttrainllm.adapters.serve.boot import EngineThread, Served, ServeOptions
-from posttrainllm.kernel.errors import BackendError, UsageError
+from posttrainllm.kernel.errors import BackendError, PosttrainllmError, UsageError
 
 __all__ = ["bind", "serve_until_stopped"]
 
@@ -67,7 +67,11 @@ def serve_until_stopped(options: ServeOptions, listener: socket.socket, *, cors_
     process = _Process()
     engine = EngineThread(options, process.engine_failed)
     engine.start()
-    served = engine.ready.result()
+    try:
+        served = engine.ready.result()
+    except PosttrainllmError:
+        engine.join(_JOIN_S)
+        raise
     _announce(served, listener)
     app = make_app(served.scheduler, served.settings, cors_origins=tuple(cors_origins))
     process.run(uvicorn.Server(_config(app)), listener)

@@ -29,12 +29,13 @@ class ServerProcess:
     def __init__(self, folder: Path, *options: str, program: str | None = None, **environment: str) -> None:
         self.log_file = folder / "serve.log"
         start = ["-m", "posttrainllm"] if program is None else ["-c", program]
-        self.process = subprocess.Popen(
-            [sys.executable, *start, "serve", "--port", "0", *options],
-            stdout=subprocess.DEVNULL,
-            stderr=self.log_file.open("wb"),
-            env={**os.environ, "XDG_CACHE_HOME": str(folder / "cache"), **environment},
-        )
+        with self.log_file.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, *start, "serve", "--port", "0", *options],
+                stdout=subprocess.DEVNULL,
+                stderr=log,
+                env={**os.environ, "XDG_CACHE_HOME": str(folder / "cache"), **environment},
+            )
         self.url = ""
 
     @property
@@ -55,7 +56,7 @@ class ServerProcess:
                 except httpx.TransportError:
                     pass
             time.sleep(0.05)
-        self.process.kill()
+        self._kill()
         raise AssertionError(f"the server did not start, status {self.process.poll()}:\n{self.log}")
 
     def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
@@ -81,9 +82,12 @@ class ServerProcess:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._kill()
+
+    def _kill(self) -> None:
         if self.process.poll() is None:
             self.process.kill()
-            self.process.wait()
+        self.process.wait()
 
 
 def wait_for(condition: Any, *, seconds: float = 30) -> None:

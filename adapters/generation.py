@@ -77,6 +77,7 @@ class Generation:
         self._matcher = StopMatcher(params.stop)
         self._text: list[str] = []
         self._ids: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
         self._proposed = self._accepted = 0
         self._reason: FinishReason | None = None
         self._first_count = 0
@@ -162,6 +163,7 @@ class Generation:
             blas=pair.runtime.blas,
             versions=pair.runtime.versions,
             speculative={"enabled": pair.draft is not None, "reason": pair.reason},
+            logprobs=tuple(self._logprobs) if self.params.logprobs is not None else None,
         )
 
     def _absorb(self, step: RowStep) -> Chunk:
@@ -182,8 +184,7 @@ class Generation:
         cut = self._reason == "stop"
         self._proposed += min(step.proposed, kept) if cut else step.proposed
         self._accepted += min(step.accepted, kept)
-        logprobs = step.logprobs[:kept] if self.params.logprobs is not None else None
-        return self._chunk("".join(pieces), step.tokens[:kept], logprobs)
+        return self._chunk("".join(pieces), step.tokens[:kept], step.logprobs[:kept])
 
     def _push(self, index: int) -> tuple[str, FinishReason | None]:
         """Add one id; the text it lets out, and why the generation ends with it if it does."""
@@ -203,9 +204,11 @@ class Generation:
         piece, stopped = self._matcher.push(self._decoder.flush())
         return piece if stopped else piece + self._matcher.flush()
 
-    def _chunk(self, text: str, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...] | None = None) -> Chunk:
+    def _chunk(self, text: str, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...] = ()) -> Chunk:
         self._text.append(text)
-        return Chunk(text=text, token_ids=token_ids, finish_reason=self._reason, logprobs=logprobs)
+        self._logprobs.extend(logprobs)
+        asked = logprobs if self.params.logprobs is not None else None
+        return Chunk(text=text, token_ids=token_ids, finish_reason=self._reason, logprobs=asked)
 
 
 def _ids(pair: Pair, prompt: str | Sequence[int]) -> list[int]:

@@ -24,7 +24,7 @@ def decode(
     Args:
         engine: with every row idle; they are idle again afterwards.
         requests: any number of them.
-        advance: called after each step with the number of ids that it emitted, for a progress bar.
+        advance: called after each step with the number of ids that it emitted, and after each prefill with 0.
         ends_at_non_finite: whether logits that are not finite end their request, as a step that emits nothing does.
 
     Returns:
@@ -44,6 +44,7 @@ def decode(
             if row not in active and waiting:
                 active[row] = waiting.pop()
                 engine.insert(row, requests[active[row]])
+                advance(0)
         emitted = 0
         for row, step in engine.step().items():
             index = active[row]

@@ -11,6 +11,7 @@ import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from posttrainllm.adapters.gate.findings import GateResult
 from posttrainllm.adapters.gate.prompts import prompts_hash
@@ -21,9 +22,18 @@ from posttrainllm.kernel.errors import LoadError
 if TYPE_CHECKING:  # `sample` reads a verdict and needs nothing that runs
     from posttrainllm.adapters.gate.plan import Plan
 
-__all__ = ["cache_folder", "gate_key", "known_broken", "read_result", "trace_file", "write_result"]
+__all__ = [
+    "cache_folder",
+    "gate_key",
+    "good_in_other_shapes",
+    "known_broken",
+    "read_result",
+    "trace_file",
+    "write_result",
+]
 
 _FORMAT = 2
+_FINGERPRINTS: WeakKeyDictionary[Pair, dict[str, str]] = WeakKeyDictionary()  # hashing gigabytes takes seconds
 
 
 def cache_folder() -> Path | None:
@@ -111,14 +121,9 @@ def known_broken(pair: Pair, draft_k: int) -> str | None:
     Returns:
         The verdict's reason; None where nothing speaks against the pair.
     """
-    folder = cache_folder()
-    if folder is None or pair.draft is None:
+    if pair.draft is None:
         return None
-    try:
-        kept = [found for file in folder.glob("*.json") if file.is_file() and (found := _read(file)) is not None]
-    except OSError:
-        return None
-    verdicts = [found[:2] for found in sorted(kept, key=lambda found: found[2], reverse=True)]  # newest first
+    verdicts = _kept()
     if not any(result.verdict == "broken" for _, result in verdicts):
         return None
     setting = _setting(pair, draft_k)
@@ -141,13 +146,48 @@ def known_broken(pair: Pair, draft_k: int) -> str | None:
     return None
 
 
+def good_in_other_shapes(key: dict[str, Any]) -> bool:
+    """Whether a good verdict over as much is on file for what differs from a key in rows and capacity at most.
+
+    Args:
+        key: of `gate_key`.
+    """
+    free = ("rows", "capacity", "max_tokens", "drawn")
+    same = {name: value for name, value in key.items() if name not in free}
+    return any(
+        result.verdict != "broken"
+        and _agrees(found, same)
+        and all(found[name] >= key[name] for name in ("max_tokens", "drawn"))
+        for found, result in _kept()
+    )
+
+
+def _kept() -> list[tuple[dict[str, Any], GateResult]]:
+    """Every verdict on file with its key, the newest first."""
+    folder = cache_folder()
+    if folder is None:
+        return []
+    try:
+        kept = [
+            found
+            for file in folder.glob("*.json")
+            if (found := _read(file)) is not None and file.name == _name(found[0])
+        ]
+    except OSError:
+        return []
+    newest_first = sorted(kept, key=lambda found: found[2], reverse=True)
+    return [(key, result) for key, result, _ in newest_first]
+
+
 def _agrees(key: dict[str, Any], values: dict[str, Any]) -> bool:
     return all(key.get(name) == value for name, value in values.items())
 
 
 def _models_of(pair: Pair) -> dict[str, str | None]:
     assert pair.draft is not None, "plan() refuses a pair without a draft"
-    return {**fingerprints_of(pair), "adapter": None}  # none can be loaded yet
+    if pair not in _FINGERPRINTS:
+        _FINGERPRINTS[pair] = fingerprints_of(pair)
+    return {**_FINGERPRINTS[pair], "adapter": None}  # none can be loaded yet
 
 
 def _setting(pair: Pair, draft_k: int) -> dict[str, Any]:

@@ -1,11 +1,19 @@
-"""What commands make of a verdict on file."""
+"""What commands make of a broken verdict."""
 
 import click
 
 from posttrainllm.adapters.gate.cache import known_broken
 from posttrainllm.adapters.loading.pair import Pair
 
-__all__ = ["unless_broken"]
+__all__ = ["AGAIN", "broken_reason", "unless_broken"]
+
+AGAIN = "(`posttrainllm gate --fresh` looks again)"
+"""Behind a warning: how the user gets rid of it."""
+
+
+def broken_reason(reason: str) -> str:
+    """Why nothing is drafted, given a broken verdict's reason."""
+    return f"broken, says the gate: {reason}"
 
 
 def unless_broken(pair: Pair, draft_k: int) -> Pair:
@@ -22,8 +30,7 @@ def unless_broken(pair: Pair, draft_k: int) -> Pair:
     if reason is None:
         return pair
     click.echo(
-        f"warning: the gate calls this pair broken here, decoding without the draft: {reason} "
-        "(`posttrainllm gate --fresh` looks again)",
+        f"warning: the gate calls this pair broken here, decoding without the draft: {reason} {AGAIN}",
         err=True,
     )
-    return pair.plain(f"broken, says the gate: {reason}")
+    return pair.plain(broken_reason(reason))

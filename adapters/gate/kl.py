@@ -19,7 +19,7 @@ of seeds.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 import mlx.core as mx
@@ -93,7 +93,12 @@ def chi_square_quantile(level: float) -> float:
 
 
 def positions_in_law(
-    pair: Pair, shape: Shape, requests: Sequence[RowRequest], runs: Sequence[Sequence[RowStep]]
+    pair: Pair,
+    shape: Shape,
+    requests: Sequence[RowRequest],
+    runs: Sequence[Sequence[RowStep]],
+    *,
+    advance: Callable[[], None] = lambda: None,
 ) -> tuple[Ids, dict[str, Positions]]:
     """Where each drawn id lies in the target's law at its place: uniform on [0, 1) if the rule is right.
 
@@ -102,13 +107,17 @@ def positions_in_law(
         shape: of the run.
         requests: all with the same sampling values.
         runs: the steps of each.
+        advance: called after each forward.
 
     Returns:
         For every drawn id its place in its step, from 1, and in each order its position in the law: arrays [N].
     """
     assert pair.draft is not None
     compiled = pair.runtime.compiled
-    scorers = [Scorer(model, capacity=shape.capacity, compiled=compiled) for model in (pair.target, pair.draft)]
+    scorers = [
+        Scorer(model, capacity=shape.capacity, compiled=compiled, advance=advance)
+        for model in (pair.target, pair.draft)
+    ]
     sampling = sampling_of([requests[0]] * shape.rows, pair.vocab_size)
     filters = requests[0].mode == "filtered"
     share = np.random.default_rng(0)

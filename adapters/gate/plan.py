@@ -6,6 +6,7 @@ import attrs
 
 from posttrainllm.adapters.engine import capacity_for
 from posttrainllm.adapters.gate.paths import Shape
+from posttrainllm.adapters.gate.probes import least_capacity
 from posttrainllm.adapters.gate.prompts import Prompt
 from posttrainllm.adapters.loading.pair import Pair
 from posttrainllm.adapters.rows import RowRequest
@@ -36,7 +37,15 @@ class Plan:
 
 
 def plan(
-    pair: Pair, prompts: Sequence[Prompt], *, draft_k: int, max_tokens: int, cut: bool, drawn: int | None = None
+    pair: Pair,
+    prompts: Sequence[Prompt],
+    *,
+    draft_k: int,
+    max_tokens: int,
+    cut: bool,
+    drawn: int | None = None,
+    rows: int | None = None,
+    capacity: int | None = None,
 ) -> Plan:
     """Encode the prompts and choose the shapes.
 
@@ -47,17 +56,24 @@ def plan(
         max_tokens: ids to generate a prompt.
         cut: whether a prompt that leaves no room for them is cut to its first ids; else it is refused.
         drawn: requests for the law of `leviathan`, of 128 ids each; None is 16 on a CPU and 64 on a GPU.
+        rows: B; None is 16, or a row a prompt where there are fewer.
+        capacity: C, whose C - 1 slots bound a row as the context does; None is what the longest prompt needs.
 
     Returns:
         The plan: one capacity and one number of rows for all.
 
     Raises:
         UsageError: there is no draft.
-        CapacityError: a prompt is empty or does not fit.
+        CapacityError: a prompt is empty or does not fit, or the capacity is too small for the probes.
     """
     if pair.draft is None:
         raise UsageError("got no draft model, expected --draft-model: without one there is nothing to gate")
     context = pair.target.context
+    if capacity is not None:
+        least = least_capacity(draft_k + 1)
+        if capacity < least:
+            raise CapacityError(f"capacity: got {capacity}, expected {least} or more: the gate's probes need as many")
+        context = min(context, capacity - 1)
     if max_tokens >= context:
         raise CapacityError(f"--max-tokens: got {max_tokens}, expected fewer than the context of {context}")
     texts = []
@@ -72,7 +88,11 @@ def plan(
             )
         texts.append(tuple(ids[: context - max_tokens]))
     longest = max(map(len, texts)) + max_tokens
-    shape = Shape(rows=min(_ROWS, len(texts)), capacity=capacity_for(longest, draft_k + 1), draft_k=draft_k)
+    shape = Shape(
+        rows=rows or min(_ROWS, len(texts)),
+        capacity=capacity or capacity_for(longest, draft_k + 1),
+        draft_k=draft_k,
+    )
     most = min(context, shape.capacity - 1)
 
     def requests(count: int, tokens: int) -> list[RowRequest]:

@@ -4,7 +4,7 @@ Exactness rests on three of them being 0 in the shapes of a run: the place in th
 others say how much bits move when a shape changes, which is what makes width 1 a different computation.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 import numpy as np
@@ -15,10 +15,15 @@ from posttrainllm.adapters.gate.scoring import Ids, Scorer
 from posttrainllm.adapters.loading.pair import Pair
 from posttrainllm.adapters.prefill import prefill_chunk
 
-__all__ = ["histories", "probe"]
+__all__ = ["histories", "least_capacity", "probe"]
 
 _FILLED, _FED = 24, 48  # ids of a history: so many are filled at once, so many are then fed at both widths
 _FILLER = 1  # any id: what follows a token must not matter
+
+
+def least_capacity(width: int) -> int:
+    """Cache slots that the probes need: what is filled, a window behind it, and the scratch slot."""
+    return _FILLED + width + 1
 
 
 def histories(sequences: Sequence[Sequence[int]], shape: Shape, context: int) -> Ids:
@@ -37,18 +42,19 @@ def histories(sequences: Sequence[Sequence[int]], shape: Shape, context: int) ->
     return np.stack([rows[index % len(rows)] for index in range(shape.rows)])
 
 
-def probe(pair: Pair, ids: Ids, shape: Shape) -> tuple[Probe, ...]:
+def probe(pair: Pair, ids: Ids, shape: Shape, *, advance: Callable[[], None] = lambda: None) -> tuple[Probe, ...]:
     """Run every probe on the target.
 
     Args:
         pair: its target is probed.
         ids: [B, N] from `histories`.
         shape: of the run.
+        advance: called after each forward.
 
     Returns:
         One probe a question, "width" first.
     """
-    scorer = Scorer(pair.target, capacity=shape.capacity, compiled=pair.runtime.compiled)
+    scorer = Scorer(pair.target, capacity=shape.capacity, compiled=pair.runtime.compiled, advance=advance)
     chunk = prefill_chunk(pair.runtime.device)
     probing = _Probing(scorer, ids, shape, chunk, pair.vocab_size)
     found = [

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 import attrs
+import mlx.core as mx
 
 from posttrainllm.adapters.batch import decode
 from posttrainllm.adapters.engine import Engine
@@ -40,7 +41,7 @@ def run_gate(
         pair: the models that `planned` was made for.
         planned: from `plan`.
         paths: what is gated.
-        progress: told after each step.
+        progress: told after each step, prefill and forward. What it raises ends the run, and nothing is left of it.
         trace_file: where a broken path's first divergence is recorded; None records nothing.
 
     Returns:
@@ -87,10 +88,12 @@ def _decode_all(pair: Pair, planned: Plan, path: GatedPath, progress: Progress) 
     coupled = decoded(engine, planned.coupled, "T=1, coupled, with the draft", gated=True)
     drawn = decoded(engine, planned.drawn, "T=1, leviathan, with the draft", gated=True)
     del engine
+    mx.clear_cache()  # what MLX keeps for reuse looks taken to the forecast of the next engine
     engine = path.reference(pair, shape)
     reference = decoded(engine, planned.requests, f"T=0, plain at width {width}")
     reference_coupled = decoded(engine, planned.coupled, f"T=1, plain at width {width}")
     del engine
+    mx.clear_cache()
     usual = decoded(path.usual(pair, shape), planned.requests, "T=0, plain at width 1")
     return _Runs(
         greedy=greedy,
@@ -104,9 +107,14 @@ def _decode_all(pair: Pair, planned: Plan, path: GatedPath, progress: Progress) 
 
 def _run_path(pair: Pair, planned: Plan, path: GatedPath, progress: Progress, trace_file: Path | None) -> PathResult:
     shape, runs = planned.shape, _decode_all(pair, planned, path, progress)
-    progress("laws and probes", 0, 1)
+
+    def forwarded(done: int) -> Callable[[], None]:
+        return lambda: progress("laws and probes", done, 2)
+
+    forwarded(0)()
     texts = [[*request.prompt, *_ids(steps)] for request, steps in zip(planned.requests, runs.reference, strict=True)]
-    places, positions = kl.positions_in_law(pair, shape, planned.drawn, runs.drawn)
+    places, positions = kl.positions_in_law(pair, shape, planned.drawn, runs.drawn, advance=forwarded(0))
+    context = min(pair.target.context, shape.capacity - 1)
     findings = Findings(
         prompts=len(planned.requests),
         reference_differences=_compare(pair, planned, planned.requests, runs.reference, runs.greedy, runs.reference),
@@ -116,16 +124,18 @@ def _run_path(pair: Pair, planned: Plan, path: GatedPath, progress: Progress, tr
         laws=kl.compare(places, positions, shape.width),
         drawn=len(planned.drawn),
         drawn_short=sum(map(_is_short, planned.drawn, runs.drawn)),
-        probes=probe(pair, histories(texts, shape, pair.target.context), shape),
+        probes=probe(pair, histories(texts, shape, context), shape, advance=forwarded(1)),
         accepted=sum(step.accepted for steps in runs.greedy for step in steps),
         proposed=sum(step.proposed for steps in runs.greedy for step in steps),
     )
-    progress("laws and probes", 1, 1)
+    forwarded(2)()
     verdict, reason = judge(path.title, findings)
     trace = None
     if verdict == "broken" and trace_file is not None:
         file = trace_file.with_stem(f"{trace_file.stem}-{path.name}")
-        trace = write_trace(path.candidate(pair, shape), _culprit(planned, findings, runs.drawn), file)
+        request = _culprit(planned, findings, runs.drawn)
+        counter = _Counter("a trace of what broke", [request], progress)
+        trace = write_trace(path.candidate(pair, shape), request, file, advance=counter)
     return PathResult(path=path.name, title=path.title, verdict=verdict, reason=reason, trace=trace, findings=findings)
 
 

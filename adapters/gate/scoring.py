@@ -1,6 +1,6 @@
 """A model's logits over histories that are given, in the shapes of a run."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import mlx.core as mx
 import numpy as np
@@ -23,10 +23,13 @@ class Scorer:
         model: target or draft; ids that it lacks are fed as its last one, as in decoding.
         capacity: C.
         compiled: as the engine's steps are.
+        advance: called after each forward.
     """
 
-    def __init__(self, model: Model, *, capacity: int, compiled: bool) -> None:
-        self._model, self._capacity = model, capacity
+    def __init__(
+        self, model: Model, *, capacity: int, compiled: bool, advance: Callable[[], None] = lambda: None
+    ) -> None:
+        self._model, self._capacity, self._advance = model, capacity, advance
         self._forward: Forward = compile_forward(model.forward, compiled=compiled)
 
     def window(self, ids: Ids, kv: KVCache, start: Ids) -> tuple[mx.array, KVCache]:
@@ -44,6 +47,7 @@ class Scorer:
         logits, kv = self._forward(known, kv, mx.array(start))
         logits = logits.astype(mx.float32)
         mx.eval(logits, kv)
+        self._advance()
         return logits, kv
 
     def filled(self, ids: Ids, count: int, chunk: int, *, capacity: int | None = None) -> KVCache:

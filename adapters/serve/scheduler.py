@@ -241,11 +241,10 @@ class Scheduler:
 
     def _end_all(self, error: Exception | None) -> None:
         """Tell everybody who still waits for something."""
-        waiting = self.admission.close(error)
+        self.admission.close(error)
         entering = [] if self._entering is None else [self._entering[1]]
         rows = [*entering, *self._rows.values()]
         for row in rows:
             row.recording.end(None if error else "cancelled")
-        reason = self.admission.closed
-        for job in [*(row.job for row in rows), *waiting]:
-            job.deliver(Update(error=reason))
+        for job in [*(row.job for row in rows), *self.admission.take_all()]:
+            job.deliver(Update(error=self.admission.closed))

@@ -1,18 +1,24 @@
 """A real server process for tests, and the smallest client that shows everything it says."""
 
+import json
 import os
 import re
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 import httpx2 as httpx
 import openai
 
+_JSON = "application/json"
 _START_S = 300.0  # a first run compiles kernels
 
 
@@ -37,6 +43,8 @@ class ServerProcess:
                 env={**os.environ, "XDG_CACHE_HOME": str(folder / "cache"), **environment},
             )
         self.url = ""
+        self.headers: dict[str, str] = {}
+        """Sent with every request, as a key is."""
 
     @property
     def log(self) -> str:
@@ -59,13 +67,36 @@ class ServerProcess:
         self._kill()
         raise AssertionError(f"the server did not start, status {self.process.poll()}:\n{self.log}")
 
-    def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
+    def post(self, path: str, body: Any, *, headers: Mapping[str, str] = MappingProxyType({})) -> httpx.Response:
         """POST JSON and wait for the answer."""
-        return httpx.post(f"{self.url}{path}", json=body, timeout=120, **options)
+        return httpx.post(f"{self.url}{path}", json=body, timeout=120, headers={**self.headers, **headers})
 
-    def get(self, path: str, **options: Any) -> httpx.Response:
+    def post_bytes(self, path: str, content: bytes, *, content_type: str | None = _JSON) -> httpx.Response:
+        """POST what may be no JSON at all."""
+        kind = {} if content_type is None else {"content-type": content_type}
+        return httpx.post(f"{self.url}{path}", content=content, timeout=120, headers={**self.headers, **kind})
+
+    def get(self, path: str, *, headers: Mapping[str, str] = MappingProxyType({})) -> httpx.Response:
         """GET."""
-        return httpx.get(f"{self.url}{path}", timeout=30, **options)
+        return httpx.get(f"{self.url}{path}", timeout=30, headers={**self.headers, **headers})
+
+    @contextmanager
+    def events(self, path: str, body: Any) -> Iterator[Iterator[Any]]:
+        """POST for a stream: its events as JSON, "[DONE]" as it is, and comments in full."""
+        with httpx.stream("POST", f"{self.url}{path}", json=body, timeout=120, headers=self.headers) as response:
+            assert response.status_code == 200, response.read()
+            yield (_event(line) for line in response.iter_lines() if line)
+
+    def leave(self, path: str, body: Any, when: Callable[[socket.socket], object]) -> None:
+        """POST, and drop the connection with no farewell once `when` returns, which is given the socket."""
+        content = json.dumps(body).encode()
+        host, port = self.url.removeprefix("http://").split(":")
+        headers = {**self.headers, "host": host, "content-type": _JSON, "content-length": str(len(content))}
+        head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        with socket.create_connection((host, int(port)), timeout=30) as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            connection.sendall(f"POST {path} HTTP/1.1\r\n{head}\r\n".encode() + content)
+            when(connection)
 
     def client(self, key: str = "none") -> openai.OpenAI:
         """OpenAI's own client, which tries once."""
@@ -88,6 +119,13 @@ class ServerProcess:
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
+
+
+def _event(line: str) -> Any:
+    if line.startswith(":"):
+        return line
+    value = line.removeprefix("data: ")
+    return value if value == "[DONE]" else json.loads(value)
 
 
 def wait_for(condition: Any, *, seconds: float = 30) -> None:

@@ -18,6 +18,7 @@ _COMMANDS = {
     "chat": ("posttrainllm.adapters.chat.command:chat", "Talk with a model on the terminal."),
     "gate": ("posttrainllm.adapters.gate.command:gate", "Prove here that a draft changes nothing but the speed."),
     "replay": ("posttrainllm.adapters.replay.command:replay", "Run a recorded decoding again, bit for bit."),
+    "serve": ("posttrainllm.adapters.serve.command:serve", "Answer OpenAI's API over HTTP."),
     "sample": ("posttrainllm.adapters.sample.command:sample", "Decode one prompt, with a draft or without."),
 }
 

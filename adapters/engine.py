@@ -9,22 +9,29 @@ from collections import deque
 
 import attrs
 import mlx.core as mx
-import numpy as np
-import numpy.typing as npt
 
 from posttrainllm.adapters.loading.memory import Forecast
 from posttrainllm.adapters.loading.pair import Pair
-from posttrainllm.adapters.rows import RowPlace, RowRequest, RowStep, read_rows, sampling_of, smallest_mode
+from posttrainllm.adapters.prefill import PromptPrefill, prefill_chunk
+from posttrainllm.adapters.rows import (
+    RowPlace,
+    RowRequest,
+    RowStep,
+    check_bias,
+    read_rows,
+    sampling_of,
+    smallest_mode,
+    wanted_logprobs,
+)
 from posttrainllm.kernel.cache import insert_request, insert_row
 from posttrainllm.kernel.config import Mode, StepConfig
 from posttrainllm.kernel.draft import Draft
 from posttrainllm.kernel.errors import CapacityError
 from posttrainllm.kernel.forward import Forward
-from posttrainllm.kernel.noise import root_key
 from posttrainllm.kernel.pure_step import Prefill, Step, compile_prefill, compile_step
-from posttrainllm.kernel.state import DecodeState, KVCache, StepOutput
+from posttrainllm.kernel.state import DecodeState, StepOutput
 
-__all__ = ["Engine", "capacity_for", "draft_width", "prefill_chunk"]
+__all__ = ["Engine", "capacity_for", "draft_width"]
 
 # A second step in flight hides the host's work behind the device's. It also shows every token one step later and is in
 # vain at the end, so steps that are long beside the host's work (about 1 ms) go one at a time.
@@ -35,11 +42,6 @@ _BUCKET = 256  # one capacity for many prompts: every capacity is a trace of its
 def capacity_for(length: int, width: int) -> int:
     """Cache slots for a row that grows to `length`: a multiple of 256 that also holds a window and the scratch slot."""
     return -(-(length + width) // _BUCKET) * _BUCKET
-
-
-def prefill_chunk(device: str) -> int:
-    """Tokens a prompt chunk: large ones keep a GPU busy, small ones waste less of a CPU on padding."""
-    return 512 if device == "gpu" else 64
 
 
 def draft_width(device: str, mode: Mode) -> int:
@@ -107,7 +109,7 @@ class Engine:
             draft_kv=kv[1] if len(kv) > 1 else (),
             key=mx.zeros((rows, 2), dtype=mx.uint32),
         )
-        self._sampling = sampling_of(self._requests)
+        self._sampling = sampling_of(self._requests, self._vocab_size)
 
     def insert(self, row: int, request: RowRequest) -> None:
         """Prefill a prompt and put it in a row, whose old contents are overwritten whole.
@@ -120,28 +122,48 @@ class Engine:
             CapacityError: an id, the prompt or the limit does not fit.
             UsageError: the seed is out of range.
         """
-        self._check_row(row)
+        prefill = self.prefill(request)
+        while not prefill.done:
+            prefill.advance()
+        self.place(row, prefill)
+
+    def prefill(self, request: RowRequest) -> PromptPrefill:
+        """Begin with a prompt; its chunks are written by `advance()`, between any steps of the rows.
+
+        Args:
+            request: the prompt and how to sample.
+
+        Returns:
+            What `place` takes once it is done; each one holds the caches of a row.
+
+        Raises:
+            CapacityError: an id, the prompt or the limit does not fit.
+        """
         self._check(request)
-        length, tokens = len(request.prompt), np.zeros((1, self.capacity), dtype=np.int32)
-        tokens[0, :length] = request.prompt
-        caches = [self._prefill(index, tokens, length - 1) for index in range(len(self._models))]
-        prefilled = DecodeState(
-            tokens=mx.array(tokens),
-            length=mx.array([length], dtype=mx.int32),
-            limit=mx.array([request.limit], dtype=mx.int32),
-            target_kv=caches[0],
-            draft_kv=caches[1] if len(caches) > 1 else (),
-            key=root_key(request.seed)[None],
-        )
+        return PromptPrefill(request, self._models, self._prefill_for, capacity=self.capacity, chunk=self.chunk)
+
+    def place(self, row: int, prefill: PromptPrefill) -> None:
+        """Put a prefilled prompt in a row, whose old contents are overwritten whole.
+
+        Args:
+            row: 0 <= row < B.
+            prefill: done, and of this engine.
+
+        Raises:
+            CapacityError: there is no such row.
+            UsageError: the seed is out of range.
+        """
+        self._check_row(row)
+        prefilled, request = prefill.state(), prefill.request
         # from here on nothing may fail: the other rows live in this state
         state, self._state = self._take(), None
         self._state = insert_request(state, prefilled, row)
-        del state, prefilled, caches
+        del state, prefilled
         mx.eval(self._state.to_tree())
         self._requests[row] = request
-        self._places[row] = RowPlace(length=length, last=int(request.prompt[-1]))
+        self._places[row] = RowPlace(length=len(request.prompt), last=int(request.prompt[-1]))
         self._epochs[row] += 1
-        self._sampling = sampling_of(self._requests)
+        self._sampling = sampling_of(self._requests, self._vocab_size)
 
     def release(self, row: int) -> None:
         """Make a row idle; a step in flight for it is forgotten.
@@ -158,7 +180,7 @@ class Engine:
         self._state = attrs.evolve(state, limit=limit)
         self._requests[row] = None
         self._epochs[row] += 1
-        self._sampling = sampling_of(self._requests)
+        self._sampling = sampling_of(self._requests, self._vocab_size)
 
     def step(self) -> dict[int, RowStep]:
         """Run one step for all rows and read it.
@@ -176,7 +198,7 @@ class Engine:
             for row in range(self.rows)
             if self._requests[row] is not None and epochs[row] == self._epochs[row]
         }
-        steps = read_rows(output, keys, current, config)
+        steps = read_rows(output, keys, current, config, wanted_logprobs(self._requests))
         self._depth = 1 if time.perf_counter() - started < _PIPELINED_BELOW_S else 0
         self._places |= {row: place.after(steps[row]) for row, place in current.items()}
         return steps
@@ -187,7 +209,11 @@ class Engine:
         return state
 
     def _launch(self) -> None:
-        config = self.config_for(smallest_mode(self._requests))
+        config = self.config_for(
+            smallest_mode(self._requests),
+            adjusted=any(request is not None and request.adjusted for request in self._requests),
+            logprobs=bool(wanted_logprobs(self._requests)),
+        )
         step = self.step_for(config)
         # nothing may hold the old state while the new one is evaluated, or its buffers are copied
         state, self._state = self._take(), None
@@ -196,7 +222,7 @@ class Engine:
         mx.async_eval(self._state.to_tree(), output.to_tree())  # type: ignore[no-untyped-call] # as MLX declares it
         self._in_flight.append((tuple(self._epochs), config, self._state.key, output))
 
-    def config_for(self, mode: Mode) -> StepConfig:
+    def config_for(self, mode: Mode, *, adjusted: bool = False, logprobs: bool = False) -> StepConfig:
         """Static shape of this engine's steps in a mode."""
         return StepConfig(
             width=self.width,
@@ -204,6 +230,8 @@ class Engine:
             mode=mode,
             narrow_draft=draft_width(self.pair.runtime.device, mode) == 1,
             diagnostics=self.diagnostics,
+            adjusted=adjusted,
+            logprobs=logprobs,
         )
 
     def step_for(self, config: StepConfig) -> Step:
@@ -231,19 +259,6 @@ class Engine:
         prefill: Prefill = self.pair.compiled[key]
         return prefill
 
-    def _prefill(self, index: int, tokens: npt.NDArray[np.int32], count: int) -> KVCache:
-        """The cache of one row with positions [0, count) written, in chunks at absolute multiples of P."""
-        kv = self._models[index].make_kv(1, self.capacity)
-        prefill = self._prefill_for(index)
-        last_id = self._models[index].vocab_size - 1  # a draft may know fewer ids than the target
-        for start in range(0, count, self.chunk):
-            chunk = np.zeros((1, self.chunk), dtype=np.int32)
-            known = tokens[:, start : min(start + self.chunk, count)]
-            chunk[:, : known.shape[1]] = np.minimum(known, last_id)
-            kv = prefill(mx.array(chunk), kv, mx.array([start], dtype=mx.int32))
-            mx.eval(kv)
-        return kv
-
     def _take(self) -> DecodeState:
         assert self._state is not None, "a step failed and took the state with it"
         return self._state
@@ -259,6 +274,7 @@ class Engine:
         for index in request.prompt:
             if not 0 <= index < vocab_size:
                 raise CapacityError(f"prompt: got token id {index}, expected 0 to {vocab_size - 1}")
+        check_bias(request, self._vocab_size)
         most = min(self.capacity - 1, self.pair.target.context)
         if not len(request.prompt) < request.limit <= most:
             raise CapacityError(

@@ -52,14 +52,16 @@ def stream(
         draft_k: tokens the draft proposes a step, 1 to 32.
         plain_width: width of the target's forward where there is no draft, 1 to 33.
         **options: the fields of `posttrainllm.adapters.params.SamplingParams`: max_tokens, temperature, top_p, top_k,
-            min_p, seed, accept_rule, stop, ignore_eos.
+            min_p, seed, accept_rule, stop, ignore_eos, stop_token_ids, logit_bias, presence_penalty,
+            frequency_penalty, repetition_penalty, logprobs.
 
     Returns:
-        An iterator of chunks with `text`, `token_ids` and, on the last one, `finish_reason`.
+        An iterator of chunks with `text`, `token_ids`, `logprobs` where asked for and, on the last one,
+        `finish_reason`.
 
     Raises:
         UsageError: an option is unknown or out of range.
-        CapacityError: the prompt does not fit.
+        CapacityError: the prompt does not fit, or an id is outside the vocabulary.
         NonFiniteError: the target's logits were not finite.
     """
     return iter(_generation(pair, prompt, draft_k, plain_width, options))

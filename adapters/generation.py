@@ -1,20 +1,19 @@
 """One request from prompt ids to text, on an engine of its own."""
 
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
-import attrs
 import mlx.core as mx
 
+from posttrainllm.adapters.completion import Completion
 from posttrainllm.adapters.engine import Engine, capacity_for
 from posttrainllm.adapters.loading.memory import Forecast
 from posttrainllm.adapters.loading.pair import Pair
 from posttrainllm.adapters.params import MAX_DRAFT_K, SamplingParams, check_width, is_int, is_text
-from posttrainllm.adapters.result import Chunk, FinishReason, Result, Timings, Usage
+from posttrainllm.adapters.request import request_of
+from posttrainllm.adapters.result import Chunk, Result
 from posttrainllm.adapters.rows import RowRequest, RowStep
-from posttrainllm.adapters.text import IncrementalDecoder, StopMatcher
-from posttrainllm.kernel.errors import CapacityError, NonFiniteError, UsageError
+from posttrainllm.kernel.errors import CapacityError, UsageError
 
 __all__ = ["Generation", "Recorder"]
 
@@ -68,28 +67,13 @@ class Generation:
         if len(self._prompt) >= context:
             raise CapacityError(f"prompt: got {len(self._prompt)} tokens, expected fewer than the context of {context}")
         limit = min(len(self._prompt) + params.max_tokens, context)
-        self._count = limit - len(self._prompt)
         width = draft_k + 1 if pair.draft is not None else plain_width
-        self._request = RowRequest(
-            prompt=self._prompt,
-            limit=limit,
-            seed=params.seed,
-            temperature=params.temperature,
-            top_k=params.top_k,
-            top_p=params.top_p,
-            min_p=params.min_p,
-            draft_k=self._draft_k,
-            coupled=params.accept_rule == "coupled",
-        )
+        params.check_ids(pair.vocab_size)
+        self._request = request_of(params, self._prompt, limit=limit, draft_k=self._draft_k)
         self._engine = Engine(pair, capacity=capacity_for(limit, width), width=width)
-        self._decoder = IncrementalDecoder(pair.tokenizer)
-        self._matcher = StopMatcher(params.stop)
-        self._text: list[str] = []
-        self._ids: list[int] = []
-        self._proposed = self._accepted = 0
-        self._reason: FinishReason | None = None
-        self._first_count = 0
-        self._prefill_s = self._ttft_s = self._decode_s = 0.0
+        self._completion = Completion(
+            pair.tokenizer, params, prompt_tokens=len(self._prompt), count=limit - len(self._prompt)
+        )
         self._chunks = self._run()
 
     @property
@@ -109,55 +93,33 @@ class Generation:
         """Prefill, then step until the end."""
         if self._recorder is not None:
             self._recorder.begin(self._engine, 0, self._request)
-        started = time.perf_counter()
+        self._completion.start()
         self._engine.insert(0, self._request)
-        self._prefill_s = time.perf_counter() - started
-        while self._reason is None:
+        self._completion.prefilled()
+        while self._completion.reason is None:
             step = self._engine.step()[0]
             if self._recorder is not None:
                 self._recorder.step(step)
-            chunk = self._absorb(step)
-            now = time.perf_counter() - started
-            if self._first_count == 0:
-                self._ttft_s, self._first_count = now, len(self._ids)
-            self._decode_s = now - self._ttft_s
-            if self._recorder is not None and self._reason is not None:
-                self._recorder.end(self._reason)
+            chunk = self._completion.absorb(step)
+            if self._recorder is not None and self._completion.reason is not None:
+                self._recorder.end(self._completion.reason)
             yield chunk
 
     def cancel(self) -> Chunk:
         """End early and return the text still held back; what was decoded stays."""
-        if self._reason is not None:
-            return Chunk(text="", token_ids=(), finish_reason=self._reason)
-        self._reason = "cancelled"
-        if self._recorder is not None:
+        if self._recorder is not None and self._completion.reason is None:
             self._recorder.end("cancelled")
-        return self._chunk(self._tail(), ())
+        return self._completion.cancel()
 
     def result(self) -> Result:
         """What there is: the whole once the iterator has ended."""
-        pair, steps, completed = self.pair, self._engine.steps, len(self._ids)
-        rest = completed - self._first_count
+        pair, completion = self.pair, self._completion
         return Result(
-            text="".join(self._text),
-            token_ids=tuple(self._ids),
-            finish_reason=self._reason or "cancelled",
-            usage=Usage(
-                prompt_tokens=len(self._prompt),
-                completion_tokens=completed,
-                total_tokens=len(self._prompt) + completed,
-                draft_proposed=self._proposed,
-                draft_accepted=self._accepted,
-                accept_rate=self._accepted / self._proposed if self._proposed else None,
-            ),
-            timings=Timings(
-                prefill_s=self._prefill_s,
-                ttft_s=self._ttft_s,
-                decode_s=self._decode_s,
-                decode_tokens_per_s=rest / self._decode_s if rest and self._decode_s else None,
-                steps=steps,
-                tokens_per_step=completed / steps if steps else None,
-            ),
+            text=completion.text,
+            token_ids=completion.token_ids,
+            finish_reason=completion.reason or "cancelled",
+            usage=completion.usage(),
+            timings=completion.timings(),
             peak_memory_bytes=mx.get_peak_memory(),
             seed=self.params.seed,
             model=pair.target.name,
@@ -165,54 +127,13 @@ class Generation:
             draft_k=self._draft_k or None,
             plain_width=self._engine.width if pair.draft is None else None,
             accept_rule=self.params.accept_rule if pair.draft is not None and self.params.temperature > 0 else None,
-            sampling=attrs.asdict(self.params, filter=attrs.filters.exclude("seed", "accept_rule")),
+            sampling=self.params.described,
             device=pair.runtime.device,
             dtype=pair.target.dtype,
             blas=pair.runtime.blas,
             versions=pair.runtime.versions,
             speculative={"enabled": pair.draft is not None, "reason": pair.reason},
         )
-
-    def _absorb(self, step: RowStep) -> Chunk:
-        """Take over one step's ids up to the first that ends the text."""
-        if not step.finite:
-            raise NonFiniteError(
-                f"step {self._engine.steps - 1}, position {len(self._prompt) + len(self._ids)}: the target's logits "
-                "are not finite; nothing was sampled from them"
-            )
-        pieces, kept = [], 0
-        for index in step.tokens:
-            kept += 1
-            piece, reason = self._push(index)
-            pieces.append(piece)
-            if reason is not None:
-                self._reason = reason
-                break
-        cut = self._reason == "stop"
-        self._proposed += min(step.proposed, kept) if cut else step.proposed
-        self._accepted += min(step.accepted, kept)
-        return self._chunk("".join(pieces), step.tokens[:kept])
-
-    def _push(self, index: int) -> tuple[str, FinishReason | None]:
-        """Add one id; the text it lets out, and why the generation ends with it if it does."""
-        self._ids.append(index)
-        if index in self.pair.tokenizer.eos_ids and not self.params.ignore_eos:
-            return self._tail(), "stop"
-        piece, stopped = self._matcher.push(self._decoder.push(index))
-        if stopped:
-            return piece, "stop"
-        if len(self._ids) == self._count:
-            return piece + self._tail(), "length"
-        return piece, None
-
-    def _tail(self) -> str:
-        """The text held back for a character or a stop string that did not come."""
-        piece, stopped = self._matcher.push(self._decoder.flush())
-        return piece if stopped else piece + self._matcher.flush()
-
-    def _chunk(self, text: str, token_ids: tuple[int, ...]) -> Chunk:
-        self._text.append(text)
-        return Chunk(text=text, token_ids=token_ids, finish_reason=self._reason)
 
 
 def _ids(pair: Pair, prompt: str | Sequence[int]) -> list[int]:

@@ -11,9 +11,11 @@ from posttrainllm.adapters.params import MAX_DRAFT_K, AcceptRule, check_width, i
 from posttrainllm.kernel.errors import UsageError
 
 __all__ = [
+    "accept_rule_option",
     "chat_options",
     "check_draft_k",
     "check_system",
+    "check_template_args",
     "draft_options",
     "model_options",
     "parse_template_args",
@@ -38,10 +40,17 @@ def _together(*options: Callable[[Any], Any]) -> Callable[[_Command], _Command]:
     return decorate
 
 
-def model_options() -> Callable[[_Command], _Command]:
-    """MODEL, --draft-model and --dtype."""
+def model_options(*, envvar: str | None = None) -> Callable[[_Command], _Command]:
+    """MODEL, --draft-model and --dtype.
+
+    Args:
+        envvar: variable that MODEL is taken from where it is not given; None for none.
+
+    Returns:
+        The decorator.
+    """
     return _together(
-        click.argument("model", required=False),
+        click.argument("model", required=False, envvar=envvar),
         click.option(
             "--draft-model",
             metavar="PATH",
@@ -97,14 +106,19 @@ def sampling_options(*, max_tokens: int) -> Callable[[_Command], _Command]:
             help="Drop ids under this share of the likeliest.",
         ),
         click.option("--seed", type=int, help="Same seed, same text. Default: fresh entropy."),
-        click.option(
-            "--accept-rule",
-            type=click.Choice(get_args(AcceptRule)),
-            default="leviathan",
-            show_default=True,
-            help="How proposals are judged at T>0: by the ratio of probabilities, or by shared noise, which gives the "
-            "ids that plain sampling with the same seed gives.",
-        ),
+        accept_rule_option(),
+    )
+
+
+def accept_rule_option() -> Callable[[_Command], _Command]:
+    """--accept-rule."""
+    return click.option(
+        "--accept-rule",
+        type=click.Choice(get_args(AcceptRule)),
+        default="leviathan",
+        show_default=True,
+        help="How proposals are judged at T>0: by the ratio of probabilities, or by shared noise, which gives the "
+        "ids that plain sampling with the same seed gives.",
     )
 
 
@@ -140,10 +154,23 @@ def parse_template_args(text: str | None) -> dict[str, Any]:
         raise UsageError(f"--chat-template-args: got {text[:60]!r}, expected a JSON object ({error})") from None
     if not isinstance(value, dict):
         raise UsageError(f"--chat-template-args: got {text[:60]!r}, expected a JSON object")
-    taken = sorted(_RESERVED & value.keys())
-    if taken:
-        raise UsageError(f"--chat-template-args: got {taken[0]!r}, expected arguments other than {sorted(_RESERVED)}")
+    check_template_args("--chat-template-args", value)
     return value
+
+
+def check_template_args(name: str, arguments: dict[str, Any]) -> None:
+    """Refuse arguments that the chat template is given anyway.
+
+    Args:
+        name: of the option, for the message.
+        arguments: by name.
+
+    Raises:
+        UsageError: one is ours to set.
+    """
+    taken = sorted(_RESERVED & arguments.keys())
+    if taken:
+        raise UsageError(f"{name}: got {taken[0]!r}, expected arguments other than {sorted(_RESERVED)}")
 
 
 def check_system(text: str | None) -> None:

@@ -2,15 +2,17 @@
 
 import numbers
 import secrets
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, TypeAlias
 
 import attrs
 
-from posttrainllm.kernel.errors import UsageError
+from posttrainllm.kernel.errors import CapacityError, UsageError
 
-__all__ = ["MAX_DRAFT_K", "AcceptRule", "SamplingParams", "check_width", "is_int", "is_text"]
+__all__ = ["MAX_DRAFT_K", "MAX_LOGPROBS", "AcceptRule", "SamplingParams", "check_width", "is_int", "is_text"]
 
 AcceptRule: TypeAlias = Literal["leviathan", "coupled"]
+MAX_LOGPROBS = 20
 MAX_DRAFT_K = 32  # the window is a static shape, and no pair pays beyond a few tokens
 
 
@@ -37,6 +39,23 @@ def _as_tuple(stop: Any) -> Any:
     return (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, (list, tuple)) else stop
 
 
+def _as_pairs(bias: Any) -> Any:
+    """A mapping, or pairs, as a tuple of pairs with numbers of Python's own."""
+    pairs = () if bias is None else bias.items() if isinstance(bias, Mapping) else bias
+    if isinstance(pairs, (str, bytes)) or not isinstance(pairs, Iterable):
+        return bias
+    pairs = tuple(tuple(pair) if isinstance(pair, (list, tuple)) else pair for pair in pairs)
+    return tuple(
+        (_plain(pair[0]), _plain(pair[1])) if isinstance(pair, tuple) and len(pair) == 2 else pair for pair in pairs
+    )
+
+
+def _as_ids(ids: Any) -> Any:
+    if ids is None:
+        return ()
+    return tuple(map(_plain, ids)) if isinstance(ids, (list, tuple, set, frozenset)) else ids
+
+
 @attrs.frozen(kw_only=True)
 class SamplingParams:
     """One request's options; a bad value raises UsageError with got and expected."""
@@ -55,6 +74,18 @@ class SamplingParams:
     stop: tuple[str, ...] = attrs.field(default=(), converter=_as_tuple)
     """Texts that end the reply; one text may stand alone."""
     ignore_eos: bool = False
+    logit_bias: tuple[tuple[int, float], ...] = attrs.field(default=(), converter=_as_pairs)
+    """Ids and what is added to their logits, -100 to 100; given as a mapping or as pairs."""
+    presence_penalty: float = attrs.field(default=0.0, converter=_plain)
+    """-2 to 2: subtracted from the logits of ids that were generated."""
+    frequency_penalty: float = attrs.field(default=0.0, converter=_plain)
+    """-2 to 2: subtracted once for each time that an id was generated."""
+    repetition_penalty: float = attrs.field(default=1.0, converter=_plain)
+    """0.01 to 10: divides the positive logits of ids in prompt or output and multiplies the others; 1 is off."""
+    logprobs: int | None = attrs.field(default=None, converter=_plain)
+    """How many alternatives to report beside each id's log probability, 0 to 20; None reports none of it."""
+    stop_token_ids: tuple[int, ...] = attrs.field(default=(), converter=_as_ids)
+    """Ids that end the reply as the end of text does, also with ignore_eos."""
 
     @classmethod
     def from_options(cls, options: dict[str, Any]) -> "SamplingParams":
@@ -89,6 +120,50 @@ class SamplingParams:
         texts = isinstance(self.stop, tuple) and all(map(is_text, self.stop))
         _check("stop", self.stop, texts, "texts that are not empty")
         _check("ignore-eos", self.ignore_eos, isinstance(self.ignore_eos, bool), "true or false")
+        self._check_adjustments()
+
+    def _check_adjustments(self) -> None:
+        pairs = isinstance(self.logit_bias, tuple) and all(map(_is_bias, self.logit_bias))
+        _check("logit-bias", self.logit_bias, pairs, "token ids, each with a number from -100 to 100")
+        once = len({index for index, _ in self.logit_bias}) == len(self.logit_bias)
+        _check("logit-bias", self.logit_bias, once, "no token id twice")
+        for name, value in (("presence", self.presence_penalty), ("frequency", self.frequency_penalty)):
+            _check(f"{name}-penalty", value, _is_number(value) and -2 <= value <= 2, "-2 to 2")
+        penalty = self.repetition_penalty
+        # further out a logit leaves float32, or every other id is out of reach
+        _check("repetition-penalty", penalty, _is_number(penalty) and 0.01 <= penalty <= 10, "0.01 to 10; 1 is off")
+        asked = self.logprobs is None or (is_int(self.logprobs) and 0 <= self.logprobs <= MAX_LOGPROBS)
+        _check("logprobs", self.logprobs, asked, f"0 to {MAX_LOGPROBS}")
+        ids = isinstance(self.stop_token_ids, tuple) and all(is_int(i) and i >= 0 for i in self.stop_token_ids)
+        _check("stop-token-ids", self.stop_token_ids, ids, "token ids, 0 or more")
+
+    def check_ids(self, vocab_size: int) -> None:
+        """Refuse token ids that the model never emits.
+
+        Args:
+            vocab_size: ids that may be emitted.
+
+        Raises:
+            CapacityError: naming the id and the size.
+        """
+        named = (("logit-bias", [index for index, _ in self.logit_bias]), ("stop-token-ids", self.stop_token_ids))
+        for name, ids in named:
+            for index in ids:
+                if index >= vocab_size:
+                    most = f"0 to {vocab_size - 1}, of a vocabulary of {vocab_size}"
+                    raise CapacityError(f"--{name}: got token id {index}, expected {most}")
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """Every option but the seed and the accept rule, by name; what few requests use only where it is used."""
+        rare = {field.name: field.default for field in attrs.fields(type(self)) if field.name in _RARE}
+        options = attrs.asdict(self, filter=attrs.filters.exclude("seed", "accept_rule"))
+        return {name: value for name, value in options.items() if name not in rare or value != rare[name]}
+
+
+_RARE = {
+    *("logit_bias", "presence_penalty", "frequency_penalty", "repetition_penalty", "logprobs", "stop_token_ids"),
+}
 
 
 def is_int(value: object) -> bool:
@@ -98,6 +173,13 @@ def is_int(value: object) -> bool:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def _is_bias(pair: object) -> bool:
+    """Whether it is a token id with a bias."""
+    if not isinstance(pair, tuple) or len(pair) != 2:
+        return False
+    return is_int(pair[0]) and pair[0] >= 0 and _is_number(pair[1]) and -100 <= pair[1] <= 100
 
 
 def _check(name: str, got: object, good: bool, expected: str) -> None:

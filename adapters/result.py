@@ -4,9 +4,19 @@ from typing import Any, Literal, TypeAlias
 
 import attrs
 
-__all__ = ["Chunk", "FinishReason", "Result", "Timings", "Usage"]
+__all__ = ["Chunk", "FinishReason", "Result", "Timings", "TokenLogprobs", "Usage"]
 
 FinishReason: TypeAlias = Literal["stop", "length", "cancelled"]
+
+
+@attrs.frozen(kw_only=True)
+class TokenLogprobs:
+    """How likely an id was by the target's raw logits, before bias, penalties and temperature."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+    """The likeliest ids at its position and their log probabilities, best first; as many as were asked for."""
 
 
 @attrs.frozen(kw_only=True)
@@ -17,6 +27,8 @@ class Chunk:
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
     """Set on the last chunk."""
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    """Of `token_ids`; None unless the request asks for them."""
 
 
 @attrs.frozen(kw_only=True)

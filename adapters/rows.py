@@ -1,15 +1,29 @@
 """A request and a step's result as the engine's rows see them, on the host."""
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import attrs
 import mlx.core as mx
 import numpy as np
+import numpy.typing as npt
 
+from posttrainllm.adapters.logprobs import read_logprobs
+from posttrainllm.adapters.result import TokenLogprobs
 from posttrainllm.kernel.config import Mode, StepConfig
+from posttrainllm.kernel.errors import CapacityError
 from posttrainllm.kernel.state import Sampling, StepOutput
 
-__all__ = ["RowPlace", "RowRequest", "RowStep", "read_rows", "sampling_of", "smallest_mode"]
+__all__ = [
+    "RowPlace",
+    "RowRequest",
+    "RowStep",
+    "check_bias",
+    "read_rows",
+    "sampling_of",
+    "smallest_mode",
+    "wanted_logprobs",
+]
 
 
 @attrs.frozen(kw_only=True)
@@ -26,6 +40,19 @@ class RowRequest:
     min_p: float = 0.0
     draft_k: int = 0
     coupled: bool = False
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Ids and what is added to their logits; no id twice."""
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logprobs: int | None = None
+    """How many alternatives to report beside each emitted id's log probability, 0 to 20; None reports none of it."""
+
+    @property
+    def adjusted(self) -> bool:
+        """Whether its step needs bias or penalties."""
+        penalised = self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
+        return penalised or bool(self.logit_bias)
 
     @property
     def mode(self) -> Mode:
@@ -70,6 +97,8 @@ class RowStep:
     """The row's root key, two 32-bit words, as the step saw it."""
     mode: Mode = "greedy"
     narrow_draft: bool = False
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of the emitted ids; empty unless the request asks for them."""
 
 
 def smallest_mode(requests: Sequence[RowRequest | None]) -> Mode:
@@ -80,8 +109,44 @@ def smallest_mode(requests: Sequence[RowRequest | None]) -> Mode:
     return "sampled" if "sampled" in modes else "greedy"
 
 
-def sampling_of(requests: Sequence[RowRequest | None]) -> Sampling:
-    """The kernel's arrays for B rows; an idle row is greedy."""
+def wanted_logprobs(requests: Sequence[RowRequest | None]) -> dict[int, int]:
+    """How many alternatives each row that asks for log probabilities wants, by row."""
+    return {
+        row: request.logprobs
+        for row, request in enumerate(requests)
+        if request is not None and request.logprobs is not None
+    }
+
+
+def check_bias(request: RowRequest, vocab_size: int) -> None:
+    """Refuse a bias on an id that is never emitted: MLX and numpy would write elsewhere.
+
+    Args:
+        request: of one row.
+        vocab_size: ids that may be emitted.
+
+    Raises:
+        CapacityError: naming the id and the size.
+    """
+    for index, _ in request.logit_bias:
+        if not 0 <= index < vocab_size:
+            most = f"0 to {vocab_size - 1}, of a vocabulary of {vocab_size}"
+            raise CapacityError(f"logit-bias: got token id {index}, expected {most}")
+
+
+def sampling_of(requests: Sequence[RowRequest | None], vocab_size: int) -> Sampling:
+    """The kernel's arrays for B rows; an idle row is greedy.
+
+    Args:
+        requests: one a row; None is an idle row.
+        vocab_size: ids that may be emitted, the columns of the bias where a row has one.
+
+    Returns:
+        B rows.
+
+    Raises:
+        CapacityError: a bias is on an id that is never emitted.
+    """
     idle = RowRequest(prompt=(), limit=0)
     rows = [request or idle for request in requests]
     return Sampling(
@@ -91,11 +156,30 @@ def sampling_of(requests: Sequence[RowRequest | None]) -> Sampling:
         min_p=mx.array([row.min_p for row in rows], dtype=mx.float32),
         draft_k=mx.array([row.draft_k for row in rows], dtype=mx.int32),
         coupled=mx.array([row.coupled for row in rows], dtype=mx.bool_),
+        prompt_length=mx.array([len(row.prompt) for row in rows], dtype=mx.int32),
+        presence_penalty=mx.array([row.presence_penalty for row in rows], dtype=mx.float32),
+        frequency_penalty=mx.array([row.frequency_penalty for row in rows], dtype=mx.float32),
+        repetition_penalty=mx.array([row.repetition_penalty for row in rows], dtype=mx.float32),
+        bias=mx.array(_bias_of(rows, vocab_size)),
     )
 
 
+def _bias_of(rows: Sequence[RowRequest], vocab_size: int) -> npt.NDArray[np.float32]:
+    """Dense bias of B rows, no columns where none has one."""
+    bias = np.zeros((len(rows), vocab_size if any(row.logit_bias for row in rows) else 0), dtype=np.float32)
+    for index, row in enumerate(rows):
+        check_bias(row, vocab_size)
+        for token_id, value in row.logit_bias:
+            bias[index, token_id] = value
+    return bias
+
+
 def read_rows(
-    output: StepOutput, keys: mx.array, places: Mapping[int, RowPlace], config: StepConfig
+    output: StepOutput,
+    keys: mx.array,
+    places: Mapping[int, RowPlace],
+    config: StepConfig,
+    wanted: Mapping[int, int] = MappingProxyType({}),
 ) -> dict[int, RowStep]:
     """Take a step's result over to the host; this waits for it.
 
@@ -104,6 +188,7 @@ def read_rows(
         keys: uint32 [B, 2], the root keys that the step saw.
         places: where the rows to read stood before it.
         config: the step's.
+        wanted: of `wanted_logprobs`.
 
     Returns:
         What the step did to each of those rows.
@@ -112,6 +197,7 @@ def read_rows(
     proposed, accepted = np.array(output.proposed), np.array(output.accepted)
     finite, margin = np.array(output.finite), np.array(output.margin)
     proposals, roots = np.array(output.proposals), np.array(keys)
+    own, tops, top_values = np.array(output.logprob), np.array(output.top_ids), np.array(output.top_logprobs)
     return {
         row: RowStep(
             tokens=tuple(tokens[row, : emitted[row]].tolist()),
@@ -124,6 +210,9 @@ def read_rows(
             key=tuple(roots[row].tolist()),
             mode=config.mode,
             narrow_draft=config.narrow_draft,
+            logprobs=()
+            if row not in wanted
+            else read_logprobs(tokens[row, : emitted[row]].tolist(), own[row], tops[row], top_values[row], wanted[row]),
         )
         for row, place in places.items()
     }

@@ -3,6 +3,7 @@
 import mlx.core as mx
 
 from posttrainllm.kernel.config import StepConfig
+from posttrainllm.kernel.logprobs import token_logprobs
 from posttrainllm.kernel.state import DecodeState, KVCache, StepOutput
 
 __all__ = ["commit"]
@@ -28,7 +29,8 @@ def commit(
         accepted: int32 [B], how many proposals stand, 0 to K.
         proposed: int32 [B], how many there were.
         proposals: int32 [B, K], for the output alone.
-        logits: float32 [B, W, V] of the target; where one that decides an emitted id is not finite, the row emits none.
+        logits: float32 [B, W, V] of the target, raw; where one that decides an emitted id is not finite, the row emits
+            none.
         target_kv: the target's cache after its forward.
         draft_kv: the draft's cache after its forwards.
 
@@ -44,6 +46,12 @@ def commit(
     offset = mx.arange(state.tokens.shape[1])[None] - state.length[:, None]  # [B, C]
     source = mx.take_along_axis(tokens, mx.clip(offset, 0, config.width - 1), axis=1)  # [B, W] -> [B, C]
     committed = mx.where((offset >= 0) & (offset < emitted[:, None]), source, state.tokens)
+    batch = tokens.shape[0]
+    if config.logprobs:
+        logprob, top_ids, top_logprobs = token_logprobs(logits, tokens)
+    else:
+        logprob, top_logprobs = mx.zeros((batch, 0)), mx.zeros((batch, 0, 0))
+        top_ids = top_logprobs.astype(mx.int32)
     output = StepOutput(
         tokens=mx.where(column < emitted[:, None], tokens, -1),
         emitted=emitted,
@@ -51,7 +59,10 @@ def commit(
         accepted=mx.minimum(accepted, emitted),
         finite=finite,
         proposals=proposals,
-        margin=_margin(logits) if config.diagnostics else mx.zeros((tokens.shape[0], 0)),
+        margin=_margin(logits) if config.diagnostics else mx.zeros((batch, 0)),
+        logprob=logprob,
+        top_ids=top_ids,
+        top_logprobs=top_logprobs,
     )
     moved = DecodeState(
         tokens=committed,

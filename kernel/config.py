@@ -28,6 +28,10 @@ class StepConfig:
     then depend on what was accepted, and so may its proposals, but never what a greedy or coupled row emits."""
     diagnostics: bool = False
     """Whether to compute `StepOutput.margin`."""
+    adjusted: bool = False
+    """Whether bias and penalties are in the graph. Like the mode, this never changes a row that does not use them."""
+    logprobs: bool = False
+    """Whether to compute `StepOutput.logprob` and the likeliest alternatives."""
 
     @property
     def filters(self) -> bool:

@@ -9,6 +9,7 @@ import attrs
 import mlx.core as mx
 
 from posttrainllm.kernel import noise
+from posttrainllm.kernel.adjust import History, adjust
 from posttrainllm.kernel.config import StepConfig
 from posttrainllm.kernel.forward import Forward
 from posttrainllm.kernel.sampling import choose, warp
@@ -42,7 +43,12 @@ class Proposal:
 
 
 def propose(
-    config: StepConfig, draft: Draft, state: DecodeState, sampling: Sampling, recorded: mx.array | None = None
+    config: StepConfig,
+    draft: Draft,
+    state: DecodeState,
+    sampling: Sampling,
+    history: History | None,
+    recorded: mx.array | None = None,
 ) -> Proposal:
     """Draw K ids a row from the draft, one after the other.
 
@@ -53,7 +59,8 @@ def propose(
         config: K = config.width - 1.
         draft: the model.
         state: B rows, `draft_kv` valid for positions [0, length - 2).
-        sampling: B rows; the same warps apply to draft and target.
+        sampling: B rows; the same adjustments and warps apply to draft and target.
+        history: of the committed ids, from `history_of`; None where the step adjusts nothing.
         recorded: int32 [B, K], proposals of an earlier run, to be fed in place of what the draft draws now.
 
     Returns:
@@ -73,13 +80,14 @@ def propose(
         if index == 0:
             logits = mx.take_along_axis(logits, column[..., None], axis=1)  # [B, 2, V] -> [B, 1, V]
         logits = _fit(logits[:, -1:], config.vocab_size)  # [B, 1 or 2, V] -> [B, 1, V]
-        warped.append(warp(logits, sampling, filters=config.filters))
+        warped.append(warp(adjust(logits, sampling, history), sampling, filters=config.filters))
         finite.append(mx.all(mx.isfinite(logits[..., : draft.vocab_size]), axis=-1))
         if recorded is None:
             drawn = choose(warped[-1], sampling, None if own_noise is None else own_noise[:, index : index + 1])
         else:
             drawn = recorded[:, index : index + 1]
         tokens.append(drawn)  # [B, 1]
+        history = None if history is None else history.followed_by(drawn)
         if config.narrow_draft:
             window, start = drawn, length + index
         else:

@@ -10,7 +10,8 @@
     │   └── PairError            draft and target do not fit each other
     ├── CapacityError            a prompt or a request does not fit the context
     ├── MemoryLimitError         the run would need more memory than there is
-    ├── BackendError             MLX itself cannot be used here
+    ├── BackendError             MLX itself cannot be used here, or an address cannot be listened on
+    ├── GateError                the gate's verdict is not the one that was asked for
     ├── TraceError               a trace cannot be written, read, or replayed here
     └── NonFiniteError           a step computed logits that are not finite
 """
@@ -19,6 +20,7 @@ __all__ = [
     "BackendError",
     "CapacityError",
     "CheckpointError",
+    "GateError",
     "LoadError",
     "MemoryLimitError",
     "NonFiniteError",
@@ -63,7 +65,11 @@ class MemoryLimitError(PosttrainllmError):
 
 
 class BackendError(PosttrainllmError):
-    """MLX cannot be imported, or its device cannot be used."""
+    """MLX cannot be imported, its device cannot be used, or an address cannot be listened on."""
+
+
+class GateError(PosttrainllmError):
+    """The gate's verdict is not the one that was asked for."""
 
 
 class TraceError(PosttrainllmError):

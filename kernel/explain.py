@@ -8,6 +8,7 @@ import attrs
 import mlx.core as mx
 
 from posttrainllm.kernel import accept, noise
+from posttrainllm.kernel.adjust import adjust, history_of
 from posttrainllm.kernel.config import StepConfig
 from posttrainllm.kernel.draft import Draft, propose
 from posttrainllm.kernel.forward import Forward
@@ -24,7 +25,8 @@ class Explanation:
     proposed: mx.array
     """int32 [B]: how many proposals exist."""
     target_probs: mx.array
-    """float32 [B, K]: p of each proposal after the warps; at temperature 0, where p decides nothing, the softmax."""
+    """float32 [B, K]: p of each proposal after adjustments and warps; at temperature 0, where p decides nothing, the
+    softmax."""
     draft_probs: mx.array
     """float32 [B, K]: q of each proposal, likewise."""
     uniforms: mx.array
@@ -34,13 +36,15 @@ class Explanation:
     accepts: mx.array
     """bool [B, K]: each proposal judged by itself, whatever came before it."""
     choice: mx.array
-    """int32 [B, N]: the target's own draw at each position; at temperature 0 the likeliest id."""
+    """int32 [B, N]: the target's own draw at each position; at temperature 0 the likeliest id after
+    adjustments."""
     residual: mx.array
     """int32 [B, K]: what would be drawn from max(p - q, 0) if the proposal were the first refused one."""
     best: mx.array
-    """int32 [B, N, 2]: ids of the two largest target logits."""
+    """int32 [B, N, 2]: ids of the two largest target logits, raw: the model's own, before bias and penalties. The
+    choice may be another id where a request uses these."""
     margin: mx.array
-    """float32 [B, N]: the largest target logit minus the second largest."""
+    """float32 [B, N]: the largest raw target logit minus the second largest."""
 
 
 def explain_step(
@@ -67,7 +71,10 @@ def explain_step(
     raw, _ = target(window, state.target_kv, mx.maximum(state.length - 1, 0))
     count = 1 if draft is None else config.width
     logits = raw[:, :count, : config.vocab_size].astype(mx.float32)  # [B, W, V] -> [B, N, V]
-    warped = warp(logits, sampling, filters=config.filters)
+    history = history_of(config, state, sampling)
+    # the plain step fills its window up with an id that is part of no history
+    histories = history if history is None or draft is None else history.through(window[:, 1:])
+    warped = warp(adjust(logits, sampling, histories), sampling, filters=config.filters)
     gumbel = None
     if config.mode != "greedy":
         positions = state.length[:, None] + mx.arange(count)  # [B, N]
@@ -90,7 +97,7 @@ def explain_step(
             **shared,
         )
     proposals = window[:, 1:]
-    proposal = propose(config, draft, state, sampling, recorded=proposals)
+    proposal = propose(config, draft, state, sampling, history, recorded=proposals)
     p, q = mx.softmax(warped, axis=-1)[:, :-1], mx.softmax(proposal.warped, axis=-1)  # [B, K, V] each
     positions = state.length[:, None] + mx.arange(config.width - 1)  # [B, K]
     uniforms = noise.uniform(noise.position_keys(state.key, positions, noise.ACCEPT))

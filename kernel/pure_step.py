@@ -13,21 +13,25 @@ from typing import Any, TypeAlias
 import mlx.core as mx
 
 from posttrainllm.kernel import accept, noise
+from posttrainllm.kernel.adjust import adjust, history_of
 from posttrainllm.kernel.commit import commit
 from posttrainllm.kernel.config import StepConfig
 from posttrainllm.kernel.draft import Draft, propose
 from posttrainllm.kernel.forward import Forward
+from posttrainllm.kernel.logprobs import token_logprobs
 from posttrainllm.kernel.refill import refill_step
 from posttrainllm.kernel.sampling import choose, warp
-from posttrainllm.kernel.state import DecodeState, KVCache, Sampling, StepOutput
+from posttrainllm.kernel.state import DecodeState, KVCache, Sampling, StepOutput, assert_dtypes
 
 __all__ = [
     "Prefill",
     "Refill",
+    "Score",
     "Step",
     "compile_forward",
     "compile_prefill",
     "compile_refill",
+    "compile_score",
     "compile_step",
     "plain_step",
     "speculative_step",
@@ -36,6 +40,7 @@ __all__ = [
 Step: TypeAlias = Callable[[DecodeState, Sampling], tuple[DecodeState, StepOutput]]
 Prefill: TypeAlias = Callable[[mx.array, KVCache, mx.array], KVCache]
 Refill: TypeAlias = Callable[[DecodeState, mx.array, mx.array, mx.array], DecodeState]
+Score: TypeAlias = Callable[[mx.array, KVCache, mx.array, mx.array], tuple[KVCache, mx.array, mx.array, mx.array]]
 
 
 def speculative_step(
@@ -57,10 +62,12 @@ def speculative_step(
         The next state and what was emitted.
     """
     target_noise = _target_noise(config, state)  # [B, W, V]
-    proposal = propose(config, draft, state, sampling)
+    history = history_of(config, state, sampling)
+    proposal = propose(config, draft, state, sampling, history)
     window = mx.concatenate([_last_token(state), proposal.tokens], axis=1)  # [B, 1], [B, K] -> [B, W]
     logits, target_kv = _score(config, target, state, window)
-    warped = warp(logits, sampling, filters=config.filters)
+    adjusted = adjust(logits, sampling, None if history is None else history.through(proposal.tokens))
+    warped = warp(adjusted, sampling, filters=config.filters)
     choice = choose(warped, sampling, target_noise)  # [B, W]
     accepts = accept.coupled_accepts(proposal.tokens, choice)
     if target_noise is None:
@@ -108,7 +115,8 @@ def plain_step(
     window = mx.concatenate([_last_token(state), filler], axis=1)  # [B, 1], [B, W-1] -> [B, W]
     logits, target_kv = _score(config, target, state, window)
     first_noise = _target_noise(config, state, count=1)
-    choice = choose(warp(logits[:, :1], sampling, filters=config.filters), sampling, first_noise)  # [B, 1]
+    adjusted = adjust(logits[:, :1], sampling, history_of(config, state, sampling))  # [B, W, V] -> [B, 1, V]
+    choice = choose(warp(adjusted, sampling, filters=config.filters), sampling, first_noise)  # [B, 1]
     tokens = mx.concatenate([choice, filler], axis=1)  # [B, W]
     none = mx.zeros((batch,), dtype=mx.int32)
     return commit(config, state, tokens, none, none, filler, logits, target_kv, state.draft_kv)
@@ -142,7 +150,7 @@ def compile_step(config: StepConfig, target: Forward, draft: Draft | None = None
     run = mx.compile(on_trees) if compiled else on_trees
 
     def step(state: DecodeState, sampling: Sampling) -> tuple[DecodeState, StepOutput]:
-        _assert_dtypes(state, sampling)
+        assert_dtypes(state, sampling)
         state_tree, output_tree = run(state.to_tree(), sampling.to_tree())
         return DecodeState.from_tree(state_tree), StepOutput.from_tree(output_tree)
 
@@ -164,6 +172,28 @@ def compile_prefill(forward: Forward, *, compiled: bool = True) -> Prefill:
         return forward(tokens, kv, position)[1]
 
     return mx.compile(chunk) if compiled else chunk
+
+
+def compile_score(forward: Forward, vocab_size: int, *, compiled: bool = True) -> Score:
+    """Compile the forward of one prompt chunk that also says how likely each id is that follows.
+
+    Args:
+        forward: the target.
+        vocab_size: ids that may be emitted; log probabilities are over these.
+        compiled: False runs it operation by operation.
+
+    Returns:
+        A function from (tokens int32 [B, P], kv, position int32 [B], following ids int32 [B, P]) to the kv with the
+        chunk written, and what `token_logprobs` says about the following ids.
+    """
+
+    def score(
+        tokens: mx.array, kv: KVCache, position: mx.array, following: mx.array
+    ) -> tuple[KVCache, mx.array, mx.array, mx.array]:
+        logits, kv = forward(tokens, kv, position)
+        return kv, *token_logprobs(logits[..., :vocab_size].astype(mx.float32), following)
+
+    return mx.compile(score) if compiled else score
 
 
 def compile_refill(config: StepConfig, target: Forward, draft: Draft | None = None, *, compiled: bool = True) -> Refill:
@@ -233,20 +263,3 @@ def _at(values: mx.array, index: mx.array) -> mx.array:
     """One position a row: [B, N, ...] and int32 [B] to [B, ...]."""
     shape = (-1, *([1] * (values.ndim - 1)))
     return mx.take_along_axis(values, index.reshape(shape), axis=1).squeeze(1)
-
-
-def _assert_dtypes(state: DecodeState, sampling: Sampling) -> None:
-    expected = {
-        "tokens": (state.tokens, mx.int32),
-        "length": (state.length, mx.int32),
-        "limit": (state.limit, mx.int32),
-        "key": (state.key, mx.uint32),
-        "temperature": (sampling.temperature, mx.float32),
-        "top_k": (sampling.top_k, mx.int32),
-        "top_p": (sampling.top_p, mx.float32),
-        "min_p": (sampling.min_p, mx.float32),
-        "draft_k": (sampling.draft_k, mx.int32),
-        "coupled": (sampling.coupled, mx.bool_),
-    }
-    for name, (array, dtype) in expected.items():
-        assert array.dtype == dtype, f"{name}: got {array.dtype}, expected {dtype}"

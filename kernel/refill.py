@@ -1,5 +1,6 @@
 """One recorded step repeated for its caches alone: what a replay does with the steps before the one it starts at."""
 
+import attrs
 import mlx.core as mx
 
 from posttrainllm.kernel.commit import commit
@@ -37,11 +38,12 @@ def refill_step(
     Returns:
         The state after the step.
     """
+    config = attrs.evolve(config, logprobs=False)
     _, target_kv = target(window, state.target_kv, mx.maximum(state.length - 1, 0))
     draft_kv, proposals = state.draft_kv, window[:, 1:]
     batch = window.shape[0]
     if draft is not None:
-        draft_kv = propose(config, draft, state, _greedy(batch), recorded=proposals).kv
+        draft_kv = propose(config, draft, state, _greedy(batch), None, recorded=proposals).kv
     none = mx.zeros((batch,), dtype=mx.int32)
     judged = mx.zeros((batch, config.width, 1))  # finite: what a step emitted was not refused
     return commit(config, state, tokens, emitted - 1, none, proposals, judged, target_kv, draft_kv)[0]
@@ -56,4 +58,9 @@ def _greedy(batch: int) -> Sampling:
         min_p=mx.zeros((batch,)),
         draft_k=mx.zeros((batch,), dtype=mx.int32),
         coupled=mx.zeros((batch,), dtype=mx.bool_),
+        prompt_length=mx.zeros((batch,), dtype=mx.int32),
+        presence_penalty=mx.zeros((batch,)),
+        frequency_penalty=mx.zeros((batch,)),
+        repetition_penalty=mx.ones((batch,)),
+        bias=mx.zeros((batch, 0)),
     )

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import attrs
 import mlx.core as mx
 
-__all__ = ["DecodeState", "KVCache", "Sampling", "StepOutput"]
+__all__ = ["DecodeState", "KVCache", "Sampling", "StepOutput", "assert_dtypes"]
 
 KVCache: TypeAlias = tuple[tuple[mx.array, mx.array], ...]
 """Keys and values of every layer, each [B, H, C, D]; an empty tuple where there is no model."""
@@ -65,6 +65,16 @@ class Sampling(_Record):
     """int32 [B]: how many tokens the draft may propose, clipped to the K of the step; 0 does not speculate."""
     coupled: mx.array
     """bool [B]: accept by shared noise (True) or by the ratio of probabilities (False)."""
+    prompt_length: mx.array
+    """int32 [B]: how many of the committed ids are the prompt; presence and frequency count those behind it."""
+    presence_penalty: mx.array
+    """float32 [B]: subtracted from the logits of ids that were generated; 0 is off."""
+    frequency_penalty: mx.array
+    """float32 [B]: subtracted once for each time that an id was generated; 0 is off."""
+    repetition_penalty: mx.array
+    """float32 [B]: divides positive logits of ids in prompt or output, multiplies the others; 1 is off."""
+    bias: mx.array
+    """float32 [B, V]: added to the logits; [B, 0] where no row has a bias. V: the ids that may be emitted."""
 
 
 @attrs.frozen(eq=False)
@@ -86,3 +96,33 @@ class StepOutput(_Record):
     margin: mx.array
     """float32 [B, W]: target logit of the best id minus that of the second best, at each window position; [B, 0]
     unless the step was configured with diagnostics."""
+    logprob: mx.array
+    """float32 [B, W]: log probability of each emitted id under the target's raw logits, before bias, penalties and
+    temperature; [B, 0] unless the step was configured with logprobs."""
+    top_ids: mx.array
+    """int32 [B, W, 20]: the likeliest ids at each position, fewer where V is; by falling logit, then by the lower id;
+    [B, 0, 0] without logprobs."""
+    top_logprobs: mx.array
+    """float32 [B, W, 20]: their log probabilities; [B, 0, 0] without logprobs."""
+
+
+def assert_dtypes(state: DecodeState, sampling: Sampling) -> None:
+    """Hold the arrays against the declared types: another one would retrace the step silently.
+
+    Args:
+        state: of B rows.
+        sampling: of B rows.
+    """
+    for record, dtypes in ((state, _STATE_DTYPES), (sampling, _SAMPLING_DTYPES)):
+        for name, dtype in dtypes.items():
+            array = getattr(record, name)
+            assert array.dtype == dtype, f"{name}: got {array.dtype}, expected {dtype}"
+
+
+_STATE_DTYPES = {"tokens": mx.int32, "length": mx.int32, "limit": mx.int32, "key": mx.uint32}
+_SAMPLING_DTYPES = {
+    **dict.fromkeys(("temperature", "top_p", "min_p", "bias"), mx.float32),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "repetition_penalty"), mx.float32),
+    **dict.fromkeys(("top_k", "draft_k", "prompt_length"), mx.int32),
+    "coupled": mx.bool_,
+}

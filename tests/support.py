@@ -186,8 +186,12 @@ def make_state(tokens: Sequence[Sequence[int]], *, limit: int, capacity: int, se
     )
 
 
-def make_sampling(rows: int, *, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, draft_k=8, coupled=False) -> Sampling:
-    """The same values for every row, or one value a row where a list is given."""
+def make_sampling(
+    rows: int, *, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, draft_k=8, coupled=False, **adjustments
+) -> Sampling:
+    """The same values for every row, or one value a row where a list is given; a bias is a list of rows."""
+    adjustments = {"prompt_length": 0, "presence_penalty": 0.0, "frequency_penalty": 0.0} | adjustments
+    bias = adjustments.pop("bias", [[]] * rows)
 
     def column(value, dtype):
         return mx.array(value if isinstance(value, list) else [value] * rows, dtype=dtype)
@@ -199,6 +203,10 @@ def make_sampling(rows: int, *, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, 
         min_p=column(min_p, mx.float32),
         draft_k=column(draft_k, mx.int32),
         coupled=column(coupled, mx.bool_),
+        prompt_length=column(adjustments.pop("prompt_length"), mx.int32),
+        repetition_penalty=column(adjustments.pop("repetition_penalty", 1.0), mx.float32),
+        bias=mx.array(np.array(bias, dtype=np.float32)),
+        **{name: column(value, mx.float32) for name, value in adjustments.items()},
     )
 
 

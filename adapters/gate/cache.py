@@ -216,7 +216,7 @@ def _source_hash() -> str:
     kernel, adapters = (Path(str(package.__file__)).parent for package in (posttrainllm.kernel, posttrainllm.adapters))
     folders = (kernel, adapters / "loading", adapters / "gate")
     files = [file for folder in folders for file in sorted(folder.glob("*")) if file.suffix in (".py", ".c")]
-    for file in [*files, *(adapters / f"{name}.py" for name in ("batch", "engine", "rows", "runtime"))]:
+    for file in [*files, *(adapters / f"{name}.py" for name in ("batch", "engine", "prefill", "rows", "runtime"))]:
         digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 

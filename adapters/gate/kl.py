@@ -118,7 +118,7 @@ def positions_in_law(
         Scorer(model, capacity=shape.capacity, compiled=compiled, advance=advance)
         for model in (pair.target, pair.draft)
     ]
-    sampling = sampling_of([requests[0]] * shape.rows)
+    sampling = sampling_of([requests[0]] * shape.rows, pair.vocab_size)
     filters = requests[0].mode == "filtered"
     share = np.random.default_rng(0)
     places: list[int] = []

@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 import mlx.core as mx
 import numpy as np
 
-from posttrainllm.adapters.engine import prefill_chunk
 from posttrainllm.adapters.gate.findings import NO_NUMBER, Probe
 from posttrainllm.adapters.gate.paths import Shape
 from posttrainllm.adapters.gate.scoring import Ids, Scorer
 from posttrainllm.adapters.loading.pair import Pair
+from posttrainllm.adapters.prefill import prefill_chunk
 
 __all__ = ["histories", "least_capacity", "probe"]
 

@@ -71,6 +71,10 @@ class Tokenizer:
         """Text of a reply, special ids left out; bytes that are no UTF-8 become U+FFFD."""
         return str(self.backend.decode(list(ids), skip_special_tokens=True))
 
+    def piece(self, index: int) -> str:
+        """Text of one id, a special one's name included; a part of a character is U+FFFD."""
+        return str(self.backend.decode([index], skip_special_tokens=False))
+
 
 def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
     """Load the tokenizer of a checked directory.

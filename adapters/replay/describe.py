@@ -36,7 +36,12 @@ def fingerprints_of(pair: Pair) -> dict[str, str]:
 
 
 def header_of(
-    engine: "Engine", row: int, request: "RowRequest", *, fingerprints: Mapping[str, str] | None = None
+    engine: "Engine",
+    row: int,
+    request: "RowRequest",
+    *,
+    fingerprints: Mapping[str, str] | None = None,
+    request_id: str | None = None,
 ) -> Header:
     """Describe a run.
 
@@ -45,6 +50,7 @@ def header_of(
         row: which of its rows.
         request: what is decoded there.
         fingerprints: of `fingerprints_of`; None hashes the models' files now.
+        request_id: of the server that decodes it; None where there is none.
 
     Returns:
         The header of its trace.
@@ -74,6 +80,9 @@ def header_of(
         key=tuple(np.array(root_key(request.seed)).tolist()),
         prompt=tuple(int(index) for index in request.prompt),
         limit=request.limit,
+        **{name: getattr(request, name) for name in ("presence_penalty", "frequency_penalty", "repetition_penalty")},
+        logit_bias=request.logit_bias,
+        request_id=request_id,
     )
 
 

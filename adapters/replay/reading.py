@@ -10,13 +10,14 @@ from typing import Any
 from posttrainllm.adapters.loading.pair import DTYPES
 from posttrainllm.adapters.params import MAX_DRAFT_K, SamplingParams, is_int
 from posttrainllm.adapters.replay.trace import FORMAT, Header, StepRecord, Trace
-from posttrainllm.kernel.errors import TraceError, UsageError
+from posttrainllm.kernel.errors import CapacityError, TraceError, UsageError
 
 __all__ = ["read_trace"]
 
 _WORD = 2**32 - 1
 _MOST = 2**31 - 1
 _MODES = ("greedy", "sampled", "filtered")
+_ADJUSTMENTS = ("logit_bias", "presence_penalty", "frequency_penalty", "repetition_penalty")
 
 
 def read_trace(path: str | Path) -> Trace:
@@ -150,10 +151,12 @@ def _header(line: _Line) -> Header:
     values = {
         name: sampling.take(name, lambda _: True, "a number") for name in ("temperature", "top_p", "top_k", "min_p")
     }
+    values |= {name: sampling.value[name] for name in _ADJUSTMENTS if name in sampling.value}
     rule, seed = line.one_of("accept_rule", ("leviathan", "coupled")), line.integer("seed", 0, 2**64 - 1)
     try:
         params = SamplingParams(**values, seed=seed, accept_rule=rule)
-    except UsageError as error:
+        params.check_ids(vocab_size)
+    except (CapacityError, UsageError) as error:
         raise TraceError(f"line {line.number}: sampling: {error}") from None
     return Header(
         versions=line.texts("versions", "posttrainllm", "mlx", "mlx-lm"),
@@ -183,6 +186,8 @@ def _header(line: _Line) -> Header:
         key=line.integers("key", 2, 2, _WORD + 1),
         prompt=line.integers("prompt", 1, limit - 1, _MOST),
         limit=limit,
+        **{name: getattr(params, name) for name in _ADJUSTMENTS},
+        request_id=line.text("request_id") if "request_id" in line.value else None,
     )
 
 

@@ -47,7 +47,8 @@ class Replayer:
         self._pair, self._trace, self._header, self._compiled = pair, trace, header, compiled
         self._request = RowRequest(
             **{name: getattr(header, name) for name in ("prompt", "limit", "seed", "draft_k")},
-            **{name: getattr(header, name) for name in ("temperature", "top_k", "top_p", "min_p")},
+            **{name: getattr(header, name) for name in ("temperature", "top_k", "top_p", "min_p", "logit_bias")},
+            **{name: getattr(header, name) for name in ("presence_penalty", "frequency_penalty", "repetition_penalty")},
             coupled=header.accept_rule == "coupled",
         )
         key = tuple(np.array(root_key(header.seed)).tolist())
@@ -57,7 +58,7 @@ class Replayer:
             )
         self._engine = self._new_engine()  # first: it refuses shapes that no memory holds
         rows = [self._request if row == header.row else None for row in range(header.rows)]
-        self._sampling = sampling_of(rows)
+        self._sampling = sampling_of(rows, pair.vocab_size)
         self._state: DecodeState | None = None
         self._place = RowPlace(length=len(header.prompt), last=header.prompt[-1])
 
@@ -144,7 +145,8 @@ class Replayer:
         )
 
     def _config(self, record: StepRecord) -> StepConfig:
-        return attrs.evolve(self._engine.config_for(record.mode), narrow_draft=record.narrow_draft)
+        config = self._engine.config_for(record.mode, adjusted=self._request.adjusted)
+        return attrs.evolve(config, narrow_draft=record.narrow_draft)
 
     def _refill(self, record: StepRecord) -> None:
         config, width = self._config(record), self._header.width

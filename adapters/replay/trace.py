@@ -8,7 +8,9 @@ the next step is read, so a killed run leaves all its steps but possibly the las
     {"end": "length", "steps": 16}
 
 A step's line has `margins` where the engine computed them, `finite` when it is false, and `mode` and `narrow_draft`
-when they are not the header's, as happens to a row among others. A cancelled run's end has no count.
+when they are not the header's, as happens to a row among others. A cancelled run's end has no count. The header's
+`sampling` has `logit_bias`, as pairs, and each penalty where the request uses it, and the header a `request_id` where a
+server gave one; a trace without them reads as one of a request that uses none.
 """
 
 from typing import Any
@@ -67,6 +69,19 @@ class Header:
     prompt: tuple[int, ...]
     limit: int
     """Length, prompt included, at which the row stops."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    request_id: str | None = None
+    """Of the server that decoded it."""
+
+    @property
+    def _adjustments(self) -> dict[str, Any]:
+        """Bias and penalties where they are used."""
+        penalties = {name: getattr(self, name) for name in _PENALTIES}
+        bias = {"logit_bias": [list(pair) for pair in self.logit_bias]} if self.logit_bias else {}
+        return bias | {name: value for name, value in penalties.items() if value != _PENALTIES[name]}
 
     @property
     def drafted(self) -> bool:
@@ -90,7 +105,8 @@ class Header:
             "K": self.proposals,
             "accept_rule": self.accept_rule,
             "step": {name: getattr(self, name) for name in ("mode", "narrow_draft", "diagnostics")},
-            "sampling": {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "min_p", "draft_k")},
+            "sampling": {name: getattr(self, name) for name in _SAMPLING} | self._adjustments,
+            **({} if self.request_id is None else {"request_id": self.request_id}),
             "seed": self.seed,
             "key": list(self.key),
             "limit": self.limit,
@@ -145,5 +161,7 @@ class Trace:
         return step + 2
 
 
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "draft_k")
+_PENALTIES = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
 _CONFIG = ("mode", "narrow_draft")
 _SOMETIMES = ("margins", "finite", *_CONFIG)

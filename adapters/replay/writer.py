@@ -57,7 +57,13 @@ class TraceWriter:
             raise self._failed(error) from None
 
     def begin(
-        self, engine: "Engine", row: int, request: "RowRequest", *, fingerprints: Mapping[str, str] | None = None
+        self,
+        engine: "Engine",
+        row: int,
+        request: "RowRequest",
+        *,
+        fingerprints: Mapping[str, str] | None = None,
+        request_id: str | None = None,
     ) -> None:
         """Write the header.
 
@@ -66,8 +72,9 @@ class TraceWriter:
             row: which of its rows.
             request: what was, or will be, inserted there.
             fingerprints: of `fingerprints_of`; None hashes the models' files now.
+            request_id: of the server that decodes it, one line of text; None where there is none.
         """
-        self._header = header_of(engine, row, request, fingerprints=fingerprints)
+        self._header = header_of(engine, row, request, fingerprints=fingerprints, request_id=request_id)
         with suppress(OSError):  # a pipe has no length
             self._file.truncate(0)
         self._write(self._header.to_json())

@@ -1,0 +1,87 @@
+"""A prompt on its way into a row: one chunk at a time, so that other rows can be stepped in between."""
+
+from collections.abc import Callable, Sequence
+
+import mlx.core as mx
+import numpy as np
+
+from posttrainllm.adapters.loading.module import Model
+from posttrainllm.adapters.rows import RowRequest
+from posttrainllm.kernel.noise import root_key
+from posttrainllm.kernel.pure_step import Prefill
+from posttrainllm.kernel.state import DecodeState, KVCache
+
+__all__ = ["PromptPrefill", "prefill_chunk"]
+
+
+def prefill_chunk(device: str) -> int:
+    """Tokens a prompt chunk: large ones keep a GPU busy, small ones waste less of a CPU on padding."""
+    return 512 if device == "gpu" else 64
+
+
+class PromptPrefill:
+    """The caches of one row, written in chunks at absolute multiples of P; no other row has a part in them.
+
+    Args:
+        request: checked by whoever asks.
+        models: the target and, where there is one, the draft.
+        prefill_for: the compiled prefill of the model with that index.
+        capacity: C.
+        chunk: P.
+    """
+
+    def __init__(
+        self,
+        request: RowRequest,
+        models: Sequence[Model],
+        prefill_for: Callable[[int], Prefill],
+        *,
+        capacity: int,
+        chunk: int,
+    ) -> None:
+        self.request, self._models, self._prefill_for, self._chunk = request, models, prefill_for, chunk
+        self._tokens = np.zeros((1, capacity), dtype=np.int32)
+        self._tokens[0, : len(request.prompt)] = request.prompt
+        self._caches: list[KVCache] = [model.make_kv(1, capacity) for model in models]
+        # the last prompt token is fed by the first step
+        starts = range(0, len(request.prompt) - 1, chunk)
+        self._left = [(index, start) for index in range(len(models)) for start in starts][::-1]
+
+    @property
+    def done(self) -> bool:
+        """Whether every chunk is written."""
+        return not self._left
+
+    def advance(self) -> None:
+        """Write the next chunk, of one model; nothing where all are written."""
+        if self._left:
+            self._write(*self._left.pop())
+
+    def state(self) -> DecodeState:
+        """The row, to be put in a batch; this object is used up.
+
+        Returns:
+            The state of B = 1.
+        """
+        assert self.done, "every chunk is written first"
+        caches, self._caches = self._caches, []
+        request = self.request
+        return DecodeState(
+            tokens=mx.array(self._tokens),
+            length=mx.array([len(request.prompt)], dtype=mx.int32),
+            limit=mx.array([request.limit], dtype=mx.int32),
+            target_kv=caches[0],
+            draft_kv=caches[1] if len(caches) > 1 else (),
+            key=root_key(request.seed)[None],
+        )
+
+    def _write(self, index: int, start: int) -> None:
+        last_id = self._models[index].vocab_size - 1  # a draft may know fewer ids than the target
+        known = self._tokens[:, start : min(start + self._chunk, len(self.request.prompt) - 1)]
+        chunk = np.zeros((1, self._chunk), dtype=np.int32)
+        chunk[:, : known.shape[1]] = np.minimum(known, last_id)
+        # nothing may hold the old cache while the new one is evaluated, or its buffers are copied
+        kv, self._caches[index] = self._caches[index], ()
+        kv = self._prefill_for(index)(mx.array(chunk), kv, mx.array([start], dtype=mx.int32))
+        mx.eval(kv)
+        self._caches[index] = kv

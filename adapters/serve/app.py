@@ -1,0 +1,215 @@
+"""The routes: parse, ask the engine's thread, format."""
+
+import asyncio
+import hmac
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeAlias
+
+from pydantic import BaseModel
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from posttrainllm.adapters.loading.tokenizer import Tokenizer
+from posttrainllm.adapters.runtime import LOGGER
+from posttrainllm.adapters.serve.answers import EventStream, events, whole_answer
+from posttrainllm.adapters.serve.body import read_object
+from posttrainllm.adapters.serve.errors import ApiError, as_api_error
+from posttrainllm.adapters.serve.formats import ChatFormat, CompletionFormat, Format
+from posttrainllm.adapters.serve.prepare import Work, prepare_chat, prepare_completion, unknown_model
+from posttrainllm.adapters.serve.scheduler import Scheduler
+from posttrainllm.adapters.serve.schema import ChatRequest, CompletionRequest, parse
+from posttrainllm.adapters.serve.settings import ServeSettings
+from posttrainllm.adapters.serve.speculation import speculation
+from posttrainllm.adapters.serve.submission import ClientGoneError, Submission, unless_gone
+from posttrainllm.kernel.errors import PosttrainllmError
+
+__all__ = ["make_app"]
+
+_CLIENT_GONE = 499  # nobody reads it
+_Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
+_Prepare: TypeAlias = Callable[[Any, ServeSettings, Tokenizer], Work]
+
+
+def make_app(scheduler: Scheduler, settings: ServeSettings, *, cors_origins: tuple[str, ...] = ()) -> Starlette:
+    """The ASGI application.
+
+    Args:
+        scheduler: runs on a thread of its own.
+        settings: what requests are held against.
+        cors_origins: origins whose pages may read the answers; "*" is every one.
+
+    Returns:
+        The application.
+    """
+    api = _Api(scheduler, settings)
+    routes = [
+        Route("/health", api.health, methods=["GET"]),
+        Route("/v1/models", api.guarded(api.models), methods=["GET"]),
+        Route("/v1/models/{name:path}", api.guarded(api.model), methods=["GET"]),
+        Route("/v1/chat/completions", api.guarded(api.chat), methods=["POST"]),
+        Route("/v1/completions", api.guarded(api.completions), methods=["POST"]),
+    ]
+    cors = Middleware(
+        CORSMiddleware,
+        allow_origins=cors_origins,
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+        expose_headers=["x-request-id", "retry-after"],
+    )
+    return Starlette(
+        routes=routes,
+        middleware=[cors] if cors_origins else [],
+        exception_handlers={HTTPException: _unrouted, Exception: _unexpected},
+    )
+
+
+class _Api:
+    """The endpoints.
+
+    Args:
+        scheduler: what answers.
+        settings: what requests are held against.
+    """
+
+    def __init__(self, scheduler: Scheduler, settings: ServeSettings) -> None:
+        self._scheduler, self._settings = scheduler, settings
+        # long prompts take seconds to encode, and the loop has streams to send
+        self._encoder = ThreadPoolExecutor(max_workers=1, thread_name_prefix="encode")
+
+    async def health(self, request: Request) -> Response:
+        """GET /health: 200 while the engine works, else 503."""
+        closed = self._scheduler.admission.closed
+        in_rows, waiting = self._scheduler.admission.counts
+        body = {
+            "status": "ok" if closed is None else "error",
+            **({} if closed is None else as_api_error(closed).body()),
+            "model": self._settings.name,
+            "speculative": self._speculative(),
+            "slots": {"total": self._scheduler.engine.rows, "busy": in_rows},
+            "queue": {"waiting": waiting},
+        }
+        return JSONResponse(body, status_code=200 if closed is None else 503)
+
+    async def models(self, request: Request) -> Response:
+        """GET /v1/models."""
+        return JSONResponse({"object": "list", "data": [self._card()]})
+
+    async def model(self, request: Request) -> Response:
+        """GET /v1/models/NAME."""
+        name = request.path_params["name"]
+        if name not in (self._settings.name, *self._settings.other_names):
+            raise unknown_model(name, self._settings)
+        return JSONResponse(self._card())
+
+    async def chat(self, request: Request) -> Response:
+        """POST /v1/chat/completions."""
+        return await self._generate(request, "chatcmpl", ChatRequest, prepare_chat, ChatFormat)
+
+    async def completions(self, request: Request) -> Response:
+        """POST /v1/completions."""
+        return await self._generate(request, "cmpl", CompletionRequest, prepare_completion, CompletionFormat)
+
+    def guarded(self, endpoint: _Endpoint) -> _Endpoint:
+        """Ask for the key first, and turn our errors into answers."""
+
+        async def answered(request: Request) -> Response:
+            try:
+                self._check_key(request)
+                return await endpoint(request)
+            except PosttrainllmError as error:
+                return _refusal(request, as_api_error(error))
+
+        return answered
+
+    async def _generate(
+        self,
+        request: Request,
+        prefix: str,
+        kind: type[BaseModel],
+        prepare: _Prepare,
+        shape_of: Callable[..., Format],
+    ) -> Response:
+        started = time.perf_counter()
+        request_id = request.state.id = f"{prefix}-{secrets.token_hex(12)}"
+        body = parse(kind, await read_object(request))
+        LOGGER.debug("%s: %s", request_id, body)
+        tokenizer, settings = self._scheduler.engine.pair.tokenizer, self._settings
+        loop = asyncio.get_running_loop()
+        work = await loop.run_in_executor(self._encoder, prepare, body, settings, tokenizer)
+        submission = Submission(self._scheduler.admission, work, request_id, settings.request_timeout_s)
+        shape = shape_of(
+            request_id=request_id,
+            created=int(time.time()),
+            model=settings.name,
+            fingerprint=settings.fingerprint,
+            tokenizer=tokenizer,
+        )
+        headers = {"x-request-id": request_id}
+
+        def finish() -> None:
+            submission.close()
+            LOGGER.info("%s %s, %.3f s", request.url.path, submission.summary, time.perf_counter() - started)
+
+        if work.stream:
+            return EventStream(events(submission, work, shape), finish, headers)
+        try:
+            return JSONResponse(await unless_gone(request, whole_answer(submission, work, shape)), headers=headers)
+        except ClientGoneError:
+            return Response(status_code=_CLIENT_GONE)
+        finally:
+            finish()
+
+    def _check_key(self, request: Request) -> None:
+        if self._settings.api_key is None:
+            return
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not hmac.compare_digest(key.strip().encode(), self._settings.api_key.encode()):
+            raise ApiError(
+                401,
+                "authorization: expected `Bearer` and this server's API key",
+                code="invalid_api_key",
+                headers={"www-authenticate": "Bearer"},
+            )
+
+    def _speculative(self) -> dict[str, Any]:
+        return speculation(self._scheduler.standing, self._scheduler.engine.width)
+
+    def _card(self) -> dict[str, Any]:
+        settings, pair = self._settings, self._scheduler.engine.pair
+        return {
+            "id": settings.name,
+            "object": "model",
+            "created": settings.created,
+            "owned_by": "posttrainllm",
+            "max_model_len": settings.context,
+            "dtype": pair.target.dtype,
+            "device": pair.runtime.device,
+            "speculative": self._speculative(),
+        }
+
+
+def _refusal(request: Request, error: ApiError) -> Response:
+    """An error in OpenAI's shape."""
+    request_id = getattr(request.state, "id", None) or f"req-{secrets.token_hex(12)}"
+    LOGGER.info("%s %s: %d, %s", request.url.path, request_id, error.status, error)
+    return JSONResponse(error.body(), status_code=error.status, headers={**error.headers, "x-request-id": request_id})
+
+
+async def _unrouted(request: Request, error: Exception) -> Response:
+    """No such path, or another method than it takes."""
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {request.url.path[:200]}: {error.detail}"
+    return _refusal(request, ApiError(error.status_code, message, headers=dict(error.headers or {})))
+
+
+async def _unexpected(request: Request, error: Exception) -> Response:
+    """A fault of ours; the server's log gets the rest."""
+    return _refusal(request, as_api_error(error))

@@ -1,0 +1,88 @@
+"""Reading the body of a request: a JSON object of bounded size, in bounded time."""
+
+import asyncio
+import json
+from typing import Any, NoReturn
+
+from starlette.requests import ClientDisconnect, Request
+
+from posttrainllm.adapters.serve.errors import ApiError, invalid
+
+__all__ = ["MAX_BODY_BYTES", "read_object"]
+
+MAX_BODY_BYTES = 8 * 2**20
+_BODY_S = 30.0
+_DEEPEST = 64
+
+
+async def read_object(request: Request, *, seconds: float = _BODY_S) -> dict[str, Any]:
+    """Read and parse a body.
+
+    Args:
+        request: whose body was not read yet.
+        seconds: how long it may take to arrive.
+
+    Returns:
+        The JSON object.
+
+    Raises:
+        ApiError: 400 for what is no JSON object, 408 for a body that does not come, 413 for one that is too large.
+    """
+    kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if kind != "application/json" and not kind.endswith("+json"):
+        raise invalid(f"content-type: got {kind[:60]!r}, expected application/json")
+    try:
+        async with asyncio.timeout(seconds):
+            data = await _read(request)
+    except TimeoutError:
+        raise ApiError(408, f"got no whole body in {seconds:g} s", code="request_timeout") from None
+    except ClientDisconnect:
+        raise invalid("the client left before its body was whole") from None
+    return _parse(data)
+
+
+async def _read(request: Request) -> bytes:
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > MAX_BODY_BYTES:
+        raise _too_large(f"{declared} bytes")
+    data = bytearray()
+    async for piece in request.stream():
+        data += piece
+        if len(data) > MAX_BODY_BYTES:
+            raise _too_large("more")
+    return bytes(data)
+
+
+def _too_large(got: str) -> ApiError:
+    return ApiError(413, f"body: got {got}, expected at most {MAX_BODY_BYTES} bytes", code="body_too_large")
+
+
+def _parse(data: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(data.decode("utf-8"), parse_constant=_no_number)
+    except UnicodeDecodeError as error:
+        raise invalid(f"body: byte {error.start} is no UTF-8, expected a JSON object in UTF-8") from None
+    except RecursionError:
+        raise invalid("body: got JSON nested too deeply") from None
+    except ValueError as error:
+        raise invalid(f"body: got no JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise invalid(f"body: got JSON of type {type(value).__name__}, expected an object")
+    if _depth(value) > _DEEPEST:
+        raise invalid(f"body: got JSON nested more than {_DEEPEST} deep")
+    return value
+
+
+def _no_number(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _depth(value: Any) -> int:
+    """How deeply lists and objects are nested; without recursion."""
+    deepest, left = 0, [(value, 1)]
+    while left:
+        entry, depth = left.pop()
+        if isinstance(entry, (dict, list)):
+            deepest = max(deepest, depth)
+            left += [(child, depth + 1) for child in (entry.values() if isinstance(entry, dict) else entry)]
+    return deepest

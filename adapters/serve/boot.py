@@ -1,0 +1,186 @@
+"""The engine's thread from its first import of MLX to its last step."""
+
+import hashlib
+import json
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from posttrainllm.adapters.engine import Engine, capacity_for
+from posttrainllm.adapters.gate.paths import Shape
+from posttrainllm.adapters.gate.standing import GateMode, Standing, boot_standing, full_standing
+from posttrainllm.adapters.loading.pair import Pair, load_pair
+from posttrainllm.adapters.params import AcceptRule
+from posttrainllm.adapters.replay.describe import fingerprints_of
+from posttrainllm.adapters.rows import RowRequest
+from posttrainllm.adapters.runtime import LOGGER
+from posttrainllm.adapters.serve.admission import Admission
+from posttrainllm.adapters.serve.recordings import Recordings
+from posttrainllm.adapters.serve.scheduler import FullGate, Scheduler
+from posttrainllm.adapters.serve.settings import ServeSettings
+from posttrainllm.kernel.errors import GateError, UsageError
+
+__all__ = ["EngineThread", "ServeOptions", "Served"]
+
+_DEFAULT_CONTEXT = 4096
+
+
+@attrs.frozen(kw_only=True)
+class ServeOptions:
+    """The command line, checked as far as it can be before a model is loaded."""
+
+    model: str | None
+    draft_model: str | None
+    speculate: bool
+    draft_k: int
+    dtype: str
+    accept_rule: AcceptRule
+    slots: int
+    max_context: int | None
+    max_tokens_limit: int | None
+    queue: int
+    gate: GateMode
+    api_key: str | None = attrs.field(repr=False)
+    served_model_name: str | None
+    request_timeout_s: float | None
+    record_dir: Path | None
+
+
+@attrs.frozen(kw_only=True)
+class Served:
+    """What a started engine answers with."""
+
+    scheduler: Scheduler
+    settings: ServeSettings
+
+
+class EngineThread(threading.Thread):
+    """Loads the models, asks the gate, then steps rows until it is told to stop.
+
+    Args:
+        options: of the command.
+        failed: called from this thread when the engine fails while it serves.
+    """
+
+    def __init__(self, options: ServeOptions, failed: Callable[[], None]) -> None:
+        super().__init__(name="engine", daemon=True)
+        self._options, self._failed = options, failed
+        self.ready: Future[Served] = Future()
+        """What is served; or why nothing is."""
+
+    def run(self) -> None:
+        """Everything that touches MLX: its streams belong to threads."""
+        try:
+            served = _boot(self._options)
+        except BaseException as error:
+            self.ready.set_exception(error)
+            return
+        self.ready.set_result(served)
+        try:
+            served.scheduler.run()
+        except Exception:
+            LOGGER.exception("the engine failed; what was under way is answered with an error")
+            self._failed()
+
+
+def _boot(options: ServeOptions) -> Served:
+    pair = load_pair(options.model, options.draft_model, speculate=options.speculate, dtype=options.dtype)
+    if options.gate == "strict" and pair.draft is None:
+        raise UsageError("--gate strict: got no draft model, expected one: there is nothing to gate")
+    context = _context(pair, options.max_context)
+    width = options.draft_k + 1 if pair.draft is not None else 1
+    shape = Shape(rows=options.slots, capacity=capacity_for(context, width), draft_k=options.draft_k)
+    for note in pair.notes:
+        LOGGER.info("%s", note)
+    if not pair.tokenizer.has_chat_template:
+        LOGGER.info("the checkpoint has no chat template; a plain User/Assistant one is used")
+    standing, unfinished = boot_standing(pair, shape, options.gate, progress=_Progress())
+    if options.gate == "strict" and standing.verdict != "identical":
+        raise GateError(f"--gate strict: got {standing.verdict}, expected identical: {standing.reason or 'see `gate`'}")
+    full_gate: FullGate | None = None
+    if unfinished:
+        full_gate = partial(full_standing, pair, shape)
+    if pair.draft is not None and not standing.enabled:
+        LOGGER.warning("speculation is switched off: %s", standing.reason)
+
+    def engine_for(standing: Standing) -> Engine:
+        if pair.draft is None or standing.enabled:
+            return Engine(pair, rows=options.slots, capacity=shape.capacity, width=width)
+        plain = pair.plain(standing.reason or "broken")
+        return Engine(plain, rows=options.slots, capacity=shape.capacity, width=1)
+
+    fingerprints = fingerprints_of(pair)
+    scheduler = Scheduler(
+        engine_for,
+        standing,
+        Admission(slots=options.slots, queue=options.queue),
+        recordings=Recordings(options.record_dir, fingerprints),
+        full_gate=full_gate,
+    )
+    LOGGER.info("%s", scheduler.engine.forecast.description)
+    _warm_up(scheduler.engine)
+    return Served(scheduler=scheduler, settings=_settings(options, pair, context, shape, fingerprints))
+
+
+def _context(pair: Pair, asked: int | None) -> int:
+    most = pair.target.context
+    if asked is None:
+        return min(most, _DEFAULT_CONTEXT)
+    if asked > most:
+        raise UsageError(f"--max-context: got {asked}, expected at most the model's {most}")
+    return asked
+
+
+def _settings(
+    options: ServeOptions, pair: Pair, context: int, shape: Shape, fingerprints: dict[str, str]
+) -> ServeSettings:
+    depends_on: dict[str, Any] = {
+        **fingerprints,
+        **pair.runtime.versions,
+        "device": [pair.runtime.device, pair.runtime.device_name, pair.runtime.blas, pair.runtime.compiled],
+        "dtype": pair.target.dtype,
+        "shape": attrs.asdict(shape),
+    }
+    digest = hashlib.sha256(json.dumps(depends_on, sort_keys=True).encode()).hexdigest()
+    name = options.served_model_name or pair.target.label
+    return ServeSettings(
+        name=name,
+        other_names=(pair.target.name,) if options.served_model_name is None else (),
+        context=context,
+        max_tokens=min(options.max_tokens_limit or context, context),
+        accept_rule=options.accept_rule,
+        vocab_size=pair.vocab_size,
+        prompt_vocab_size=pair.target.vocab_size,
+        api_key=options.api_key,
+        request_timeout_s=options.request_timeout_s,
+        record_dir=options.record_dir,
+        created=int(time.time()),
+        fingerprint=f"fp_{digest[:12]}",
+    )
+
+
+def _warm_up(engine: Engine) -> None:
+    """Trace and compile the steps that most requests take, before the first one waits for them."""
+    for temperature in (0.0, 1.0):
+        request = RowRequest(prompt=(0, 0), limit=4, temperature=temperature, draft_k=engine.width - 1)
+        engine.insert(0, request)
+        engine.step()
+        engine.release(0)
+
+
+class _Progress:
+    """Says once what the gate does before the server answers, since that can take minutes."""
+
+    def __init__(self) -> None:
+        self._said = False
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        if not self._said:
+            self._said = True
+            LOGGER.info("gate: decoding prompts with the draft and without, before the server answers")

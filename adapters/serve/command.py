@@ -1,0 +1,137 @@
+"""`posttrainllm serve`: parse, check, run."""
+
+import logging
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import click
+
+from posttrainllm.adapters.gate.command import FAILED
+from posttrainllm.adapters.options import accept_rule_option, check_draft_k, draft_options, model_options
+from posttrainllm.adapters.params import check_width, is_text
+from posttrainllm.adapters.runtime import start
+from posttrainllm.kernel.errors import GateError, UsageError
+
+__all__ = ["serve"]
+
+
+@click.command(context_settings={"auto_envvar_prefix": "POSTTRAINLLM"})
+@model_options(envvar="POSTTRAINLLM_MODEL")
+@draft_options()
+@accept_rule_option()
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", type=int, default=8090, show_default=True, help="0 takes a free one.")
+@click.option("--slots", type=int, default=1, show_default=True, help="Requests that decode together.")
+@click.option("--max-context", type=int, metavar="N", help="Most tokens of prompt and reply. Default: 4096, or fewer.")
+@click.option("--max-tokens-limit", type=int, metavar="N", help="Most tokens of a reply. Default: the context.")
+@click.option("--queue", type=int, default=64, show_default=True, help="Requests that may wait for a slot.")
+@click.option(
+    "--gate",
+    type=click.Choice(("auto", "full", "strict", "off")),
+    default="auto",
+    show_default=True,
+    help="Proof at start that the draft changes nothing. auto: a verdict on file, else 8 prompts now and 100 in idle "
+    "time. full: 100 now. strict: 100, and exit with 3 unless identical.",
+)
+@click.option("--api-key", metavar="KEY", help="Clients must send it as a Bearer token; better set as a variable.")
+@click.option("--cors-origin", multiple=True, metavar="ORIGIN", help="Web origin that may read answers; * is any.")
+@click.option("--served-model-name", metavar="NAME", help="What clients call the model. Default: its directory's name.")
+@click.option("--request-timeout", type=float, metavar="S", help="Most seconds that an answer may take.")
+@click.option("--record-dir", metavar="DIR", help="Write a trace of every request there, for `posttrainllm replay`.")
+@click.option(
+    "--log-level",
+    type=click.Choice(("error", "warning", "info", "debug")),
+    default="info",
+    show_default=True,
+    help="info: a line a request, without its text. debug: prompts, too.",
+)
+def serve(
+    *,
+    model: str | None,
+    draft_model: str | None,
+    no_draft: bool,
+    host: str,
+    port: int,
+    cors_origin: tuple[str, ...],
+    log_level: str,
+    request_timeout: float | None,
+    record_dir: str | None,
+    **options: Any,
+) -> None:
+    """Serve MODEL, a directory in Hugging Face / mlx-lm layout or an id of the hub, as OpenAI's API does.
+
+    No MODEL: the embedded pair. A draft alone: the embedded target. MODEL alone: plain decoding.
+
+    Each option can be set as a variable: POSTTRAINLLM_PORT for --port, POSTTRAINLLM_API_KEY for --api-key, and so on.
+    """
+    _check(port=port, request_timeout=request_timeout, **options)
+    _set_up_log(log_level)
+    folder = None if record_dir is None else _folder(record_dir)
+    start()  # the BLAS comes before MLX, and the next lines import MLX
+    from posttrainllm.adapters.serve.boot import ServeOptions
+    from posttrainllm.adapters.serve.lifecycle import bind, serve_until_stopped
+
+    checked = ServeOptions(
+        model=model,
+        draft_model=draft_model,
+        speculate=not no_draft,
+        request_timeout_s=request_timeout,
+        record_dir=folder,
+        **options,
+    )
+    try:
+        with bind(host, port) as listener:
+            code = serve_until_stopped(checked, listener, cors_origins=cors_origin)
+    except GateError as error:
+        click.echo(f"error: {error}", err=True)
+        code = FAILED
+    sys.exit(code)
+
+
+def _check(
+    *,
+    port: int,
+    draft_k: int,
+    slots: int,
+    queue: int,
+    max_context: int | None,
+    max_tokens_limit: int | None,
+    request_timeout: float | None,
+    api_key: str | None,
+    served_model_name: str | None,
+    **_: Any,
+) -> None:
+    """Refuse what can never work before anything is loaded."""
+    check_draft_k(draft_k)
+    check_width("port", port, 0, 65535)
+    check_width("slots", slots, 1, 256)
+    check_width("queue", queue, 0, 2**20)
+    for name, count, least in (("max-context", max_context, 2), ("max-tokens-limit", max_tokens_limit, 1)):
+        if count is not None:
+            check_width(name, count, least, 2**24)
+    if request_timeout is not None and not 0 < request_timeout < float("inf"):
+        raise UsageError(f"--request-timeout: got {request_timeout:g}, expected seconds, more than 0")
+    for name, text in (("api-key", api_key), ("served-model-name", served_model_name)):
+        if text is not None and not (is_text(text) and text.isprintable()):
+            raise UsageError(f"--{name}: got an empty text or one that cannot be printed, expected text")
+
+
+def _folder(name: str) -> Path:
+    """The folder of --record-dir, made where it is missing."""
+    folder = Path(name)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--record-dir: {name}: {getattr(error, 'strerror', None) or error}") from None
+    return folder
+
+
+def _set_up_log(level: str) -> None:
+    """One line an event on standard error, with the time."""
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=level.upper(), force=True)
+    for name in ("uvicorn", "httpx", "asyncio"):  # theirs say the same again
+        logging.getLogger(name).setLevel(logging.DEBUG if level == "debug" else logging.WARNING)

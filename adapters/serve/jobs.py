@@ -1,0 +1,62 @@
+"""One choice of one request, and what the engine's thread says of it."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import attrs
+
+from posttrainllm.adapters.params import SamplingParams
+from posttrainllm.adapters.result import Chunk, Timings, TokenLogprobs, Usage
+
+__all__ = ["Job", "Outcome", "Update"]
+
+
+@attrs.frozen(kw_only=True)
+class Outcome:
+    """A choice at its end."""
+
+    usage: Usage
+    timings: Timings
+    queue_s: float
+    """How long it waited for a row."""
+    speculative: dict[str, Any]
+    """Whether it was drafted for, and why not: enabled, reason, draft_k, accept_rule, verdict."""
+
+
+@attrs.frozen(kw_only=True)
+class Update:
+    """What happened to a choice. The last one has an outcome or an error."""
+
+    chunk: Chunk | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    """Of the prompt's own ids, None for the first; before any chunk."""
+    outcome: Outcome | None = None
+    error: Exception | None = None
+
+    @property
+    def last(self) -> bool:
+        """Whether nothing follows."""
+        return self.outcome is not None or self.error is not None
+
+
+Deliver: TypeAlias = Callable[[Update], None]
+
+
+@attrs.define(eq=False, kw_only=True)
+class Job:
+    """One choice: a row's worth of work, checked by whoever made it."""
+
+    request_id: str
+    index: int
+    """Which choice of the request."""
+    prompt: Sequence[int]
+    params: SamplingParams
+    limit: int
+    """Length, prompt included, at which it ends."""
+    speculate: bool
+    score: bool = False
+    """Whether the log probabilities of the prompt's own ids are wanted."""
+    deliver: Deliver
+    """Called on the engine's thread; returns at once."""
+    cancelled: bool = False
+    """Set from any thread, and never unset: nobody wants it any more."""

@@ -1,0 +1,223 @@
+"""From a body that has the right fields to checked work: prompts as ids, and the options of every choice."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+
+from posttrainllm.adapters.loading.tokenizer import Tokenizer
+from posttrainllm.adapters.options import check_template_args
+from posttrainllm.adapters.params import SamplingParams, is_text
+from posttrainllm.adapters.serve.errors import ApiError, invalid
+from posttrainllm.adapters.serve.schema import ChatRequest, CompletionRequest
+from posttrainllm.adapters.serve.settings import ServeSettings
+from posttrainllm.kernel.errors import CapacityError, CheckpointError
+
+__all__ = ["Choice", "Work", "prepare_chat", "prepare_completion", "unknown_model"]
+
+_MOST_CHOICES = 128
+_MOST_STOPS = 64
+_LONGEST_STOP = 4096
+_COMPLETION_TOKENS = 16  # as OpenAI's API has it where a request says nothing
+_TEMPERATURE = 1.0  # the same
+_SAME_NAME = ("top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "ignore_eos")
+
+
+@attrs.frozen(kw_only=True)
+class Choice:
+    """One choice of a request."""
+
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    limit: int
+    """Length, prompt included, at which it ends."""
+    echo: str = ""
+    """Text that stands in front of the reply."""
+
+
+@attrs.frozen(kw_only=True)
+class Work:
+    """A request that can be carried out."""
+
+    choices: tuple[Choice, ...]
+    prompt_tokens: int
+    """Of every prompt, once."""
+    speculate: bool
+    stream: bool
+    include_usage: bool
+    echo: bool = False
+
+
+def prepare_chat(body: ChatRequest, settings: ServeSettings, tokenizer: Tokenizer) -> Work:
+    """Apply the chat template and check the options.
+
+    Args:
+        body: of POST /v1/chat/completions.
+        settings: the server's.
+        tokenizer: the target's.
+
+    Returns:
+        The work.
+
+    Raises:
+        ApiError: 400 or 404, naming the field.
+        UsageError: an option is out of range.
+    """
+    if body.tools and body.tool_choice != "none":
+        raise invalid(
+            "tools: this server supports no tools: an empty list", param="tools", code="unsupported_parameter"
+        )
+    if body.top_logprobs is not None and not body.logprobs:
+        raise invalid("top_logprobs: got it without logprobs, expected logprobs: true", param="top_logprobs")
+    if body.max_completion_tokens is not None:
+        body = body.model_copy(update={"max_tokens": body.max_completion_tokens})
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    options = _options(body, settings, logprobs=logprobs, max_tokens=settings.max_tokens)
+    ids = _conversation(body, tokenizer)
+    return _work(body, settings, [(ids, "")], options, field="messages")
+
+
+def prepare_completion(body: CompletionRequest, settings: ServeSettings, tokenizer: Tokenizer) -> Work:
+    """Encode the prompts and check the options.
+
+    Args:
+        body: of POST /v1/completions.
+        settings: the server's.
+        tokenizer: the target's.
+
+    Returns:
+        The work.
+
+    Raises:
+        ApiError: 400 or 404, naming the field.
+        UsageError: an option is out of range.
+    """
+    if body.best_of not in (None, body.n or 1):
+        raise invalid(f"best_of: got {body.best_of}, expected n: this server returns every choice", param="best_of")
+    options = _options(body, settings, logprobs=body.logprobs, max_tokens=_COMPLETION_TOKENS)
+    prompts: Sequence[Any] = body.prompt if _are_several(body.prompt) else [body.prompt]
+    if not prompts:
+        raise invalid("prompt: got an empty list, expected a text, token ids, or a list of either", param="prompt")
+    encoded = [_prompt(prompt, settings, tokenizer, with_text=bool(body.echo)) for prompt in prompts]
+    return _work(body, settings, encoded, options, field="prompt")
+
+
+def unknown_model(name: str, settings: ServeSettings) -> ApiError:
+    """404: another model than the one that is served."""
+    message = f"model: got {name[:200]!r}, expected {settings.name!r}, the one that is served"
+    return ApiError(404, message, param="model", code="model_not_found")
+
+
+def _are_several(prompt: Any) -> bool:
+    return isinstance(prompt, list) and (not prompt or not isinstance(prompt[0], int))
+
+
+def _prompt(
+    prompt: str | list[int], settings: ServeSettings, tokenizer: Tokenizer, *, with_text: bool
+) -> tuple[list[int], str]:
+    """Ids and, for echo, the text of one prompt."""
+    if isinstance(prompt, str):
+        _check_text("prompt", prompt)
+        return tokenizer.encode(prompt), prompt if with_text else ""
+    _check_prompt(prompt, settings.prompt_vocab_size)
+    return prompt, tokenizer.decode(prompt) if with_text else ""
+
+
+def _conversation(body: ChatRequest, tokenizer: Tokenizer) -> list[int]:
+    if not body.messages:
+        raise invalid("messages: got an empty list, expected one message or more", param="messages")
+    messages = []
+    for index, message in enumerate(body.messages):
+        content = message.content
+        text = "".join(part.text for part in content) if isinstance(content, list) else content or ""
+        if not (text == "" or is_text(text)):
+            raise invalid(f"messages.{index}.content: got text with half a surrogate pair", param="messages")
+        messages.append({"role": message.role, "content": text})
+    arguments = body.chat_template_kwargs or {}
+    try:
+        check_template_args("chat_template_kwargs", arguments)
+        return tokenizer.encode_chat(messages, arguments)
+    except CheckpointError as error:
+        why = str(error).rpartition("cannot be used: ")[2]  # what stands before it is a path of this machine
+        raise invalid(f"messages: the chat template refuses them: {why}", param="messages") from None
+
+
+def _options(
+    body: ChatRequest | CompletionRequest, settings: ServeSettings, *, logprobs: int | None, max_tokens: int
+) -> dict[str, Any]:
+    """The options of SamplingParams that the body asks for, but the seed."""
+    if body.model is not None and body.model not in (settings.name, *settings.other_names):
+        raise unknown_model(body.model, settings)
+    options: dict[str, Any] = {name: getattr(body, name) for name in _SAME_NAME if getattr(body, name) is not None}
+    options["temperature"] = _TEMPERATURE if body.temperature is None else body.temperature
+    options["max_tokens"] = max_tokens if body.max_tokens is None else body.max_tokens
+    options["accept_rule"] = body.accept_rule or settings.accept_rule
+    options["logprobs"] = logprobs
+    if body.top_k is not None:
+        options["top_k"] = 0 if body.top_k == -1 else body.top_k  # vLLM's name for all
+    stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    if len(stops) > _MOST_STOPS or any(len(stop) > _LONGEST_STOP for stop in stops):
+        raise invalid(f"stop: expected at most {_MOST_STOPS} texts of {_LONGEST_STOP} characters", param="stop")
+    options["stop"] = tuple(stops)
+    options["stop_token_ids"] = tuple(body.stop_token_ids or ())
+    biases = body.logit_bias or {}
+    for name in biases:
+        if not (name.isascii() and name.isdigit() and len(name) < 20):
+            raise invalid(f"logit_bias: got the token id {name[:40]!r}, expected a whole number", param="logit_bias")
+    options["logit_bias"] = {int(name): bias for name, bias in biases.items()}
+    return options
+
+
+def _work(
+    body: ChatRequest | CompletionRequest,
+    settings: ServeSettings,
+    prompts: Sequence[tuple[list[int], str]],
+    options: dict[str, Any],
+    *,
+    field: str,
+) -> Work:
+    count = 1 if body.n is None else body.n
+    if not 1 <= count * len(prompts) <= _MOST_CHOICES:
+        raise invalid(f"n: got {count}, expected 1 to {_MOST_CHOICES // len(prompts) or 1}", param="n")
+    choices = []
+    for ids, echo in prompts:
+        if not ids:
+            raise invalid(f"{field}: got no token, expected one or more", param=field)
+        if len(ids) >= settings.context:
+            raise CapacityError(
+                f"{field}: got {len(ids)} tokens, expected fewer than the context of {settings.context}"
+            )
+        for index in range(count):
+            seed = {} if body.seed is None else {"seed": _seed(body.seed, index)}
+            params = SamplingParams.from_options({**options, **seed})
+            params.check_ids(settings.vocab_size)
+            limit = min(len(ids) + min(params.max_tokens, settings.max_tokens), settings.context)
+            choices.append(Choice(prompt=tuple(ids), params=params, limit=limit, echo=echo))
+    return Work(
+        choices=tuple(choices),
+        prompt_tokens=sum(len(ids) for ids, _ in prompts),
+        speculate=body.speculative is not False,
+        stream=bool(body.stream),
+        include_usage=bool(body.stream and body.stream_options and body.stream_options.include_usage),
+        echo=isinstance(body, CompletionRequest) and bool(body.echo),
+    )
+
+
+def _seed(seed: int, index: int) -> int:
+    """Of one choice: the first has the request's, each further one the next; a seed out of range is left for others."""
+    return seed if index == 0 else (seed + index) % 2**64
+
+
+def _check_text(field: str, text: str) -> None:
+    if not is_text(text):
+        raise invalid(f"{field}: got an empty text or half a surrogate pair, expected text", param=field)
+
+
+def _check_prompt(ids: Sequence[int], vocab_size: int) -> None:
+    """MLX checks no index: an id that the model lacks never gets there."""
+    for index in ids:
+        if not 0 <= index < vocab_size:
+            raise invalid(
+                f"prompt: got token id {index}, expected 0 to {vocab_size - 1}, of a vocabulary of {vocab_size}",
+                param="prompt",
+            )

@@ -1,0 +1,36 @@
+"""What a server is started with."""
+
+from pathlib import Path
+
+import attrs
+
+from posttrainllm.adapters.params import AcceptRule
+
+__all__ = ["ServeSettings"]
+
+
+@attrs.frozen(kw_only=True)
+class ServeSettings:
+    """The options that requests are held against."""
+
+    name: str
+    """What clients call the model."""
+    other_names: tuple[str, ...]
+    """Names that are taken as well: the path or id it was loaded by."""
+    context: int
+    """Most tokens of a prompt and its reply together."""
+    max_tokens: int
+    """Most tokens of a reply."""
+    accept_rule: AcceptRule
+    """Where a request names none."""
+    vocab_size: int
+    """Ids that may be emitted."""
+    prompt_vocab_size: int
+    """Ids that the target can be fed."""
+    api_key: str | None = attrs.field(repr=False)
+    request_timeout_s: float | None
+    record_dir: Path | None
+    created: int
+    """When the server started, in seconds since 1970."""
+    fingerprint: str
+    """Short hash of what bits depend on; OpenAI's `system_fingerprint`."""

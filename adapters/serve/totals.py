@@ -1,0 +1,49 @@
+"""What the choices of a request add up to."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from posttrainllm.adapters.serve.jobs import Outcome
+from posttrainllm.adapters.serve.prepare import Work
+
+__all__ = ["totals"]
+
+
+def totals(work: Work, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """`usage`, `speculative` and `timings`.
+
+    Args:
+        work: what was asked for.
+        outcomes: one of every choice.
+
+    Returns:
+        Counts are sums, a prompt counted once for all its choices. Times are the longest of any choice, the one to the
+        first token the shortest; `decode_tokens_per_s` is that of a single choice, and null for several.
+    """
+    completed = sum(outcome.usage.completion_tokens for outcome in outcomes)
+    proposed = sum(outcome.usage.draft_proposed for outcome in outcomes)
+    accepted = sum(outcome.usage.draft_accepted for outcome in outcomes)
+    timings = [outcome.timings for outcome in outcomes]
+    steps = sum(timing.steps for timing in timings)
+    # what differs between the choices of a request is a standing that changed meanwhile: the last one to start tells
+    speculative = outcomes[-1].speculative
+    return {
+        "usage": {
+            "prompt_tokens": work.prompt_tokens,
+            "completion_tokens": completed,
+            "total_tokens": work.prompt_tokens + completed,
+            "draft_proposed": proposed,
+            "draft_accepted": accepted,
+            "accept_rate": accepted / proposed if proposed else None,
+        },
+        "speculative": speculative,
+        "timings": {
+            "queue_s": max(outcome.queue_s for outcome in outcomes),
+            "prefill_s": max(timing.prefill_s for timing in timings),
+            "ttft_s": min(timing.ttft_s for timing in timings),
+            "decode_s": max(timing.decode_s for timing in timings),
+            "decode_tokens_per_s": timings[0].decode_tokens_per_s if len(timings) == 1 else None,
+            "steps": steps,
+            "tokens_per_step": completed / steps if steps else None,
+        },
+    }

@@ -40,7 +40,7 @@ _EMBEDDED_TARGET = "target-16m"
 @click.option("--slots", type=int, metavar="N", help="Of the server. Default: as --parallel.")
 @click.option("--max-context", type=int, metavar="N", help="Of the server.")
 @click.option("--url", help="Ask this running server instead of starting one; MODEL names its tokenizer.")
-@click.option("--api-key", metavar="KEY", envvar="POSTTRAINLLM_API_KEY", help="Of the server at --url.")
+@click.option("--api-key", metavar="KEY", envvar="POSTTRAINLLM_API_KEY", help="Of the server.")
 @click.option("--parallel", default=1, show_default=True, help="Requests at a time.")
 @click.option("--repeats", default=8, show_default=True, help="Prompts measured, a multiple of --parallel.")
 @click.option("--prompt-tokens", default=64, show_default=True, help="Tokens of each prompt.")
@@ -111,7 +111,7 @@ def run(
     if url is None and model is not None and draft_model is None:
         raise UsageError("got MODEL without --draft-model, expected both: there is nothing to speculate with")
     texts = read_prompts(Path(prompts_file) if prompts_file is not None else HELD_OUT)
-    prompts = choose_prompts(_tokenizer(model), texts, prompt_tokens, repeats + parallel)
+    prompts = choose_prompts(_tokenizer(model), texts, prompt_tokens, repeats + parallel, warm_up=parallel)
     served = ["--dtype", dtype, "--slots", str(slots or parallel), "--queue", str(parallel)]
     served += [] if max_context is None else ["--max-context", str(max_context)]
     with ExitStack() as stack:
@@ -131,7 +131,7 @@ def run(
         ]
         if url is None and not no_plain:
             plain = stack.enter_context(running_server([*_named(model), *served, "--no-draft"]))
-            asker = stack.enter_context(_asker(plain, None, parallel, local=True))
+            asker = stack.enter_context(_asker(plain, api_key, parallel, local=True))
             contenders.append(Contender(name="server without a draft", asker=asker, speculative=None))
         rounds = measure_serving(contenders, prompts, max_tokens, parallel)
     return {

@@ -120,7 +120,9 @@ def run(
     return measure_pair(pair, prompts, draft_ks, max_tokens, mlx_lm=not no_mlx_lm, quiet=quiet)
 
 
-def choose_prompts(tokenizer: Tokenizer, texts: list[tuple[str, str]], tokens: int, count: int) -> list[list[int]]:
+def choose_prompts(
+    tokenizer: Tokenizer, texts: list[tuple[str, str]], tokens: int, count: int, *, warm_up: int = 1
+) -> list[list[int]]:
     """Cut texts to prompts.
 
     Args:
@@ -128,6 +130,7 @@ def choose_prompts(tokenizer: Tokenizer, texts: list[tuple[str, str]], tokens: i
         texts: (text, continuation): the second is used where the first is too short.
         tokens: of each prompt.
         count: how many are wanted.
+        warm_up: how many of them warm up, for the message.
 
     Returns:
         `count` different prompts, spread over the texts.
@@ -139,8 +142,8 @@ def choose_prompts(tokenizer: Tokenizer, texts: list[tuple[str, str]], tokens: i
     found = [list(prompt) for prompt in dict.fromkeys(map(tuple, encoded)) if len(prompt) == tokens]
     if len(found) < count:
         raise UsageError(
-            f"--repeats: got {count - 1}, expected at most {max(len(found) - 1, 0)}: a prompt of {tokens} tokens for "
-            "each and one to warm up"
+            f"--repeats: got {count - warm_up}, expected at most {max(len(found) - warm_up, 0)}: a prompt of {tokens} "
+            f"tokens for each and {warm_up} to warm up"
         )
     return [found[index * len(found) // count] for index in range(count)]
 

@@ -149,7 +149,7 @@ class _Api:
             request_id=request_id,
             created=int(time.time()),
             model=settings.name,
-            fingerprint=settings.fingerprint,
+            fingerprint=f"{settings.fingerprint}-w{self._scheduler.engine.width}",
             tokenizer=tokenizer,
         )
         headers = {"x-request-id": request_id}

@@ -32,7 +32,8 @@ def pair() -> Pair:
 @pytest.fixture(scope="session")
 def prompts(pytestconfig: pytest.Config, pair: Pair) -> list[list[int]]:
     """Held-out prompts, all different: one for the warm-up, then one a repeat."""
-    return choose_prompts(pair, read_prompts(HELD_OUT), _PROMPT_TOKENS, pytestconfig.getoption("--repeats") + 1)
+    prompts = pytestconfig.getoption("--repeats") + 1
+    return choose_prompts(pair.tokenizer, read_prompts(HELD_OUT), _PROMPT_TOKENS, prompts)
 
 
 @pytest.fixture(scope="session")

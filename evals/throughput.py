@@ -12,7 +12,8 @@ from typing import Any
 import click
 
 from posttrainllm.adapters.cli import cli
-from posttrainllm.adapters.loading.pair import Pair, load_pair
+from posttrainllm.adapters.loading.pair import load_pair
+from posttrainllm.adapters.loading.tokenizer import Tokenizer
 from posttrainllm.adapters.options import check_draft_k, model_options
 from posttrainllm.evals.accept_rate import HELD_OUT, read_prompts
 from posttrainllm.kernel.errors import CapacityError, UsageError
@@ -113,20 +114,23 @@ def run(
             f"workload: got {prompt_tokens} prompt tokens and {max_tokens} generated, expected at most the context of "
             f"{pair.target.context}"
         )
-    prompts = choose_prompts(pair, texts, prompt_tokens, repeats + 1)
+    prompts = choose_prompts(pair.tokenizer, texts, prompt_tokens, repeats + 1)
     from posttrainllm.evals.bench.workload import measure_pair
 
     return measure_pair(pair, prompts, draft_ks, max_tokens, mlx_lm=not no_mlx_lm, quiet=quiet)
 
 
-def choose_prompts(pair: Pair, texts: list[tuple[str, str]], tokens: int, count: int) -> list[list[int]]:
+def choose_prompts(
+    tokenizer: Tokenizer, texts: list[tuple[str, str]], tokens: int, count: int, *, warm_up: int = 1
+) -> list[list[int]]:
     """Cut texts to prompts.
 
     Args:
-        pair: whose tokenizer encodes them.
+        tokenizer: of the target.
         texts: (text, continuation): the second is used where the first is too short.
         tokens: of each prompt.
         count: how many are wanted.
+        warm_up: how many of them warm up, for the message.
 
     Returns:
         `count` different prompts, spread over the texts.
@@ -134,12 +138,12 @@ def choose_prompts(pair: Pair, texts: list[tuple[str, str]], tokens: int, count:
     Raises:
         UsageError: there are fewer.
     """
-    encoded = [pair.tokenizer.encode(text + more)[:tokens] for text, more in texts]
+    encoded = [tokenizer.encode(text + more)[:tokens] for text, more in texts]
     found = [list(prompt) for prompt in dict.fromkeys(map(tuple, encoded)) if len(prompt) == tokens]
     if len(found) < count:
         raise UsageError(
-            f"--repeats: got {count - 1}, expected at most {max(len(found) - 1, 0)}: a prompt of {tokens} tokens for "
-            "each and one to warm up"
+            f"--repeats: got {count - warm_up}, expected at most {max(len(found) - warm_up, 0)}: a prompt of {tokens} "
+            f"tokens for each and {warm_up} to warm up"
         )
     return [found[index * len(found) // count] for index in range(count)]
 

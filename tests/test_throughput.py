@@ -110,7 +110,7 @@ def test_mlx_lms_rate_stands_in_brackets_where_it_leaves_its_own_plain_output(mo
 def test_prompts_are_all_different_and_none_is_measured_twice(embedded_pair):
     """Case: repeated prompts flatter a benchmark."""
     texts = [(f"def f{index}(x): return x", " + 1") for index in range(6)]
-    prompts = choose_prompts(embedded_pair, [*texts, *texts], 6, 6)
+    prompts = choose_prompts(embedded_pair.tokenizer, [*texts, *texts], 6, 6)
     assert len(set(map(tuple, prompts))) == 6
     assert {len(prompt) for prompt in prompts} == {6}
     done = bench("--repeats", "40")

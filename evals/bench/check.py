@@ -1,8 +1,9 @@
-"""Holding a JSON line of `posttrainllm bench` against what it has to be: exact, complete, and drafted well enough."""
+"""Holding a JSON line of a throughput measurement against what it has to be: exact, complete, drafted well enough."""
 
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -14,6 +15,13 @@ _SETTING = (
     *("benchmark", "model", "draft_model", "dtype", "device", "device_name", "versions", "rows", "draft_ks"),
     *("prompt_tokens", "max_tokens", "repeats", "capacity", "forward_s"),
 )
+
+
+_SERVING = (
+    *("benchmark", "server", "rows", "accept_rate", "failed", "draft_k", "parallel"),
+    *("prompt_tokens", "max_tokens", "repeats"),
+)
+_SERVING_ROW = ("name", "tok_s", "tok_s_range", "ratio", "ratio_range", "decode_tok_s", "prompts", "equal")
 
 
 def problems(text: str, min_accept_rate: float) -> list[str]:
@@ -28,6 +36,8 @@ def problems(text: str, min_accept_rate: float) -> list[str]:
     """
     try:
         result = json.loads(text)
+        if result["benchmark"] == "serve-throughput":
+            return _serving_problems(result, min_accept_rate)
         table = result["rows"]
         if result["draft_model"] is None:
             return ["got no draft, expected one: nothing speculative was measured"]
@@ -48,9 +58,22 @@ def problems(text: str, min_accept_rate: float) -> list[str]:
     return found
 
 
+def _serving_problems(result: dict[str, Any], min_accept_rate: float) -> list[str]:
+    """The same of `posttrainllm.evals.serve_throughput`."""
+    found = [f"{name} is missing" for name in _SERVING if result.get(name) in (None, [])]
+    table, mean = result["rows"], result["accept_rate"]["mean"]
+    found += [f"{row['name']}: {name} is missing" for row in table for name in _SERVING_ROW if row.get(name) is None]
+    if result["failed"]:
+        row = table[1]
+        found.append(f"{row['name']}: {row['equal']} of {row['prompts']} texts are those of {table[0]['name']}")
+    if (mean or 0.0) < min_accept_rate:
+        found.append(f"got a mean accept rate of {mean}, expected {min_accept_rate} or more")
+    return found
+
+
 @click.command()
 @click.argument("file", type=click.Path(path_type=Path, exists=True, dir_okay=False))
-@click.option("--accept-rate", default=0.0, show_default=True, help="Least accept rate of a speculative row.")
+@click.option("--accept-rate", default=0.0, show_default=True, help="Least accept rate.")
 def check(file: Path, accept_rate: float) -> None:
     """Check the JSON line in FILE; exit 1 with a line for each problem."""
     found = problems(file.read_text(encoding="utf-8"), accept_rate)

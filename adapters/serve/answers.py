@@ -19,6 +19,7 @@ from posttrainllm.adapters.serve.totals import totals
 __all__ = ["EventStream", "events", "whole_answer"]
 
 _BEAT_S = 5.0
+_LINE_ENDS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}
 
 
 async def whole_answer(submission: Submission, work: Work, shape: Format) -> dict[str, Any]:
@@ -101,8 +102,9 @@ class _Writer:
         self._outcomes: dict[int, Outcome] = {}
 
     def event(self, value: dict[str, Any]) -> str:
-        """One event."""
-        return f"data: {json.dumps(value, ensure_ascii=False, separators=(',', ':'))}\n\n"
+        """One event. What some readers of lines take for the end of one is escaped."""
+        line = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+        return f"data: {line.translate(_LINE_ENDS)}\n\n"
 
     def lines(self, index: int, update: Update) -> list[str]:
         """The events of an update; none where it lets no text out."""

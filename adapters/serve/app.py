@@ -21,7 +21,7 @@ from posttrainllm.adapters.loading.tokenizer import Tokenizer
 from posttrainllm.adapters.runtime import LOGGER
 from posttrainllm.adapters.serve.answers import EventStream, events, whole_answer
 from posttrainllm.adapters.serve.body import read_object
-from posttrainllm.adapters.serve.errors import ApiError, as_api_error
+from posttrainllm.adapters.serve.errors import ApiError, as_api_error, one_line
 from posttrainllm.adapters.serve.formats import ChatFormat, CompletionFormat, Format
 from posttrainllm.adapters.serve.prepare import Work, prepare_chat, prepare_completion, unknown_model
 from posttrainllm.adapters.serve.scheduler import Scheduler
@@ -199,7 +199,7 @@ class _Api:
 def _refusal(request: Request, error: ApiError) -> Response:
     """An error in OpenAI's shape."""
     request_id = getattr(request.state, "id", None) or f"req-{secrets.token_hex(12)}"
-    LOGGER.info("%s %s: %d %s", request.url.path, request_id, error.status, error.param or error.code or "")
+    LOGGER.info("%s %s: %d %s", one_line(request.url.path), request_id, error.status, error.param or error.code or "")
     LOGGER.debug("%s: %s", request_id, error)  # it can quote the prompt
     return JSONResponse(error.body(), status_code=error.status, headers={**error.headers, "x-request-id": request_id})
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from typing import Any, NoReturn
 
 from starlette.requests import ClientDisconnect, Request
@@ -13,6 +14,7 @@ __all__ = ["MAX_BODY_BYTES", "read_object"]
 MAX_BODY_BYTES = 8 * 2**20
 _BODY_S = 30.0
 _DEEPEST = 64
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # UTF-8 has none: only an escape can be half a pair
 
 
 async def read_object(request: Request, *, seconds: float = _BODY_S) -> dict[str, Any]:
@@ -70,6 +72,11 @@ def _parse(data: bytes) -> dict[str, Any]:
         raise invalid(f"body: got JSON of type {type(value).__name__}, expected an object")
     if _depth(value) > _DEEPEST:
         raise invalid(f"body: got JSON nested more than {_DEEPEST} deep")
+    if _SURROGATE.search(data):
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise invalid("body: got half a surrogate pair in a text or a name, expected whole characters") from None
     return value
 
 

@@ -5,15 +5,17 @@ from typing import Any
 
 from posttrainllm.kernel.errors import CapacityError, NonFiniteError, PosttrainllmError, UsageError
 
-__all__ = ["ApiError", "as_api_error", "busy", "failed", "invalid", "stopped", "timed_out"]
+__all__ = ["ApiError", "as_api_error", "busy", "failed", "invalid", "one_line", "stopped", "timed_out"]
+
+_LONGEST = 600
 
 
 class ApiError(PosttrainllmError):
-    """What a client is told instead of an answer.
+    """What a client is told instead of an answer. Whatever of it the client wrote itself becomes one line of text.
 
     Args:
         status: of HTTP.
-        message: one line.
+        message: what is wrong.
         kind: OpenAI's `type`.
         code: OpenAI's `code`.
         param: the field that is at fault.
@@ -30,12 +32,26 @@ class ApiError(PosttrainllmError):
         param: str | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:
-        super().__init__(message)
-        self.status, self.kind, self.code, self.param, self.headers = status, kind, code, param, headers or {}
+        super().__init__(one_line(message))
+        self.status, self.kind, self.code, self.headers = status, kind, code, headers or {}
+        self.param = None if param is None else one_line(param)
 
     def body(self) -> dict[str, Any]:
         """The JSON of the response."""
         return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
+
+
+def one_line(text: str) -> str:
+    """Text of a client, fit for a log and for JSON.
+
+    Args:
+        text: any, half a surrogate pair included.
+
+    Returns:
+        Its beginning, with what cannot be printed escaped.
+    """
+    cut = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in cut)
 
 
 def invalid(message: str, *, param: str | None = None, code: str | None = None) -> ApiError:

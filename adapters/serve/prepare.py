@@ -1,13 +1,14 @@
 """From a body that has the right fields to checked work: prompts as ids, and the options of every choice."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import attrs
 
 from posttrainllm.adapters.loading.tokenizer import Tokenizer
 from posttrainllm.adapters.options import check_template_args
-from posttrainllm.adapters.params import SamplingParams, is_text
+from posttrainllm.adapters.params import MAX_LOGPROBS, SamplingParams
 from posttrainllm.adapters.serve.errors import ApiError, invalid
 from posttrainllm.adapters.serve.schema import ChatRequest, CompletionRequest
 from posttrainllm.adapters.serve.settings import ServeSettings
@@ -67,9 +68,16 @@ def prepare_chat(body: ChatRequest, settings: ServeSettings, tokenizer: Tokenize
         raise invalid(
             "tools: this server supports no tools: an empty list", param="tools", code="unsupported_parameter"
         )
-    if body.top_logprobs is not None and not body.logprobs:
-        raise invalid("top_logprobs: got it without logprobs, expected logprobs: true", param="top_logprobs")
+    if body.top_logprobs is not None:
+        if not body.logprobs:
+            raise invalid("top_logprobs: got it without logprobs, expected logprobs: true", param="top_logprobs")
+        if not 0 <= body.top_logprobs <= MAX_LOGPROBS:
+            got = body.top_logprobs
+            raise invalid(f"top_logprobs: got {got}, expected 0 to {MAX_LOGPROBS}", param="top_logprobs")
     if body.max_completion_tokens is not None:
+        if body.max_completion_tokens < 1:
+            got = body.max_completion_tokens
+            raise invalid(f"max_completion_tokens: got {got}, expected 1 or more", param="max_completion_tokens")
         body = body.model_copy(update={"max_tokens": body.max_completion_tokens})
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     options = _options(body, settings, logprobs=logprobs, max_tokens=settings.max_tokens)
@@ -117,9 +125,10 @@ def _prompt(
 ) -> tuple[list[int], str]:
     """Ids and, for echo, the text of one prompt."""
     if isinstance(prompt, str):
-        _check_text("prompt", prompt)
+        if not prompt:
+            raise invalid("prompt: got an empty text, expected one or more characters", param="prompt")
         return tokenizer.encode(prompt), prompt if with_text else ""
-    _check_prompt(prompt, settings.prompt_vocab_size)
+    _check_ids("prompt", prompt, settings.prompt_vocab_size)
     return prompt, tokenizer.decode(prompt) if with_text else ""
 
 
@@ -127,11 +136,9 @@ def _conversation(body: ChatRequest, tokenizer: Tokenizer) -> list[int]:
     if not body.messages:
         raise invalid("messages: got an empty list, expected one message or more", param="messages")
     messages = []
-    for index, message in enumerate(body.messages):
+    for message in body.messages:
         content = message.content
         text = "".join(part.text for part in content) if isinstance(content, list) else content or ""
-        if not (text == "" or is_text(text)):
-            raise invalid(f"messages.{index}.content: got text with half a surrogate pair", param="messages")
         messages.append({"role": message.role, "content": text})
     arguments = body.chat_template_kwargs or {}
     try:
@@ -162,9 +169,11 @@ def _options(
     options["stop_token_ids"] = tuple(body.stop_token_ids or ())
     biases = body.logit_bias or {}
     for name in biases:
-        if not (name.isascii() and name.isdigit() and len(name) < 20):
+        if not re.fullmatch("-?[0-9]{1,19}", name):
             raise invalid(f"logit_bias: got the token id {name[:40]!r}, expected a whole number", param="logit_bias")
     options["logit_bias"] = {int(name): bias for name, bias in biases.items()}
+    for field in ("stop_token_ids", "logit_bias"):
+        _check_ids(field, options[field], settings.vocab_size)
     return options
 
 
@@ -190,7 +199,6 @@ def _work(
         for index in range(count):
             seed = {} if body.seed is None else {"seed": _seed(body.seed, index)}
             params = SamplingParams.from_options({**options, **seed})
-            params.check_ids(settings.vocab_size)
             limit = min(len(ids) + min(params.max_tokens, settings.max_tokens), settings.context)
             choices.append(Choice(prompt=tuple(ids), params=params, limit=limit, echo=echo))
     return Work(
@@ -208,16 +216,11 @@ def _seed(seed: int, index: int) -> int:
     return seed if index == 0 else (seed + index) % 2**64
 
 
-def _check_text(field: str, text: str) -> None:
-    if not is_text(text):
-        raise invalid(f"{field}: got an empty text or half a surrogate pair, expected text", param=field)
-
-
-def _check_prompt(ids: Sequence[int], vocab_size: int) -> None:
+def _check_ids(field: str, ids: Iterable[int], vocab_size: int) -> None:
     """MLX checks no index: an id that the model lacks never gets there."""
     for index in ids:
         if not 0 <= index < vocab_size:
             raise invalid(
-                f"prompt: got token id {index}, expected 0 to {vocab_size - 1}, of a vocabulary of {vocab_size}",
-                param="prompt",
+                f"{field}: got token id {index}, expected 0 to {vocab_size - 1}, of a vocabulary of {vocab_size}",
+                param=field,
             )

@@ -87,7 +87,8 @@ class Submission:
                 if self._deadline is not None and time.monotonic() >= self._deadline:
                     self._end = "timed out"
                     raise timed_out(self._seconds or 0.0) from None
-                yield None
+                if beat is not None:
+                    yield None
                 continue
             if update.error is not None:
                 self._end = "failed"

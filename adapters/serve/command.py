@@ -1,6 +1,7 @@
 """`posttrainllm serve`: parse, check, run."""
 
 import logging
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -66,7 +67,7 @@ def serve(
 
     Each option can be set as a variable: POSTTRAINLLM_PORT for --port, POSTTRAINLLM_API_KEY for --api-key, and so on.
     """
-    _check(port=port, request_timeout=request_timeout, **options)
+    _check(port=port, request_timeout=request_timeout, cors_origin=cors_origin, **options)
     _set_up_log(log_level)
     folder = None if record_dir is None else _folder(record_dir)
     start()  # the BLAS comes before MLX, and the next lines import MLX
@@ -99,6 +100,7 @@ def _check(
     max_context: int | None,
     max_tokens_limit: int | None,
     request_timeout: float | None,
+    cors_origin: tuple[str, ...],
     api_key: str | None,
     served_model_name: str | None,
     **_: Any,
@@ -116,6 +118,9 @@ def _check(
     for name, text in (("api-key", api_key), ("served-model-name", served_model_name)):
         if text is not None and not (is_text(text) and text.isprintable()):
             raise UsageError(f"--{name}: got an empty text or one that cannot be printed, expected text")
+    for origin in cors_origin:
+        if not re.fullmatch(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+", origin):  # anything else no browser would send
+            raise UsageError(f"--cors-origin: got {origin!r}, expected * or an origin like https://app.example")
 
 
 def _folder(name: str) -> Path:

@@ -15,7 +15,7 @@ from posttrainllm.adapters.serve.app import make_app
 from posttrainllm.adapters.serve.boot import Served, ServeOptions, boot
 from posttrainllm.kernel.errors import BackendError, UsageError
 
-__all__ = ["bind", "serve_until_stopped"]
+__all__ = ["bind", "listen", "serve_until_stopped"]
 
 _DRAIN_S = 30
 _LINGER_S = 3.0  # how long a failed server goes on saying so before it exits
@@ -45,8 +45,27 @@ def bind(host: str, port: int) -> socket.socket:
         listener.bind(address)
     except OSError as error:
         listener.close()
-        raise BackendError(f"{host}:{port}: cannot listen there: {error.strerror or error}") from None
+        raise _cannot_listen(host, port, error) from None
     return listener
+
+
+def listen(listener: socket.socket) -> None:
+    """Let clients connect.
+
+    Args:
+        listener: from `bind`.
+
+    Raises:
+        BackendError: somebody else has listened there first; the system tells no sooner.
+    """
+    try:
+        listener.listen()
+    except OSError as error:
+        raise _cannot_listen(*listener.getsockname()[:2], error) from None
+
+
+def _cannot_listen(host: str, port: int, error: OSError) -> BackendError:
+    return BackendError(f"{host}:{port}: cannot listen there: {error.strerror or error}")
 
 
 def serve_until_stopped(options: ServeOptions, listener: socket.socket, *, cors_origins: Sequence[str]) -> int:
@@ -70,6 +89,7 @@ def serve_until_stopped(options: ServeOptions, listener: socket.socket, *, cors_
     scheduler = served.scheduler
     app = make_app(scheduler, served.settings, cors_origins=tuple(cors_origins))
     server = uvicorn.Server(_config(app))
+    listen(listener)
 
     def answer() -> None:
         try:

@@ -153,6 +153,12 @@ def test_auto_runs_where_the_verdict_on_file_is_about_less_or_about_something_el
     assert boot(pair)[0].reason.startswith("2 of 4 prompts")
 
 
+def test_a_broken_verdict_of_other_shapes_is_no_good_one(pair, passed):
+    """Lifted by a good one over other prompts, it would else be taken for one over these."""
+    keep(pair, passed, verdict="broken", shape=Shape(rows=1, capacity=256, draft_k=2))
+    assert not cache.good_in_other_shapes(cache.gate_key(pair, planned(pair, FULL)))
+
+
 def test_full_and_strict_run_everything_now_unless_it_is_on_file(pair, own_cache, monkeypatch):
     found, later = boot(pair, "full")
     assert (found.enabled, found.reason, later) == (True, None, False)

@@ -14,6 +14,7 @@ from posttrainllm.adapters.gate.plan import plan
 from posttrainllm.adapters.gate.prompts import read_prompts
 from posttrainllm.adapters.gate.run import run_gate
 from posttrainllm.adapters.gate.standing import Extent, Standing, boot_standing, full_standing
+from posttrainllm.adapters.loading import memory
 from posttrainllm.adapters.loading.memory import Forecast
 from posttrainllm.adapters.loading.pair import load_pair
 from posttrainllm.adapters.rows import RowRequest
@@ -230,6 +231,17 @@ def test_where_the_caches_do_not_fit_auto_goes_on_ungated_and_full_fails(pair, m
             boot(pair, mode)
     with pytest.raises(MemoryLimitError):
         full_standing(pair, SHAPE, full=FULL)
+
+
+def test_where_the_probes_caches_do_not_fit_it_is_said_before_anything_is_decoded(pair, monkeypatch):
+    """Engines have room: the process would be killed in the middle of the probes."""
+    room = 5 * SHAPE.rows * pair.target.kv_bytes(SHAPE.capacity)
+    monkeypatch.setattr(memory, "available_bytes", lambda: room)
+    told = []
+    found, _ = boot(pair, progress=lambda *values: told.append(values))
+    assert found.verdict == "not gated"
+    assert "not enough memory for the gate's probes (6 caches of the target at B=2, C=256)" in found.reason
+    assert told == []
 
 
 def test_where_the_context_is_tiny_auto_goes_on_ungated_and_full_fails(pair):

@@ -29,6 +29,7 @@ class Completion:
         self._matcher = StopMatcher(params.stop)
         self._text: list[str] = []
         self._ids: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
         self._proposed = self._accepted = self._steps = 0
         self._first_count = 0
         self._started = time.perf_counter()
@@ -45,6 +46,11 @@ class Completion:
     def token_ids(self) -> tuple[int, ...]:
         """Ids so far, the one that ended the text included."""
         return tuple(self._ids)
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprobs, ...] | None:
+        """Of these ids; None unless the request asks for them."""
+        return tuple(self._logprobs) if self._params.logprobs is not None else None
 
     def start(self) -> None:
         """Start the clock: the prefill begins."""
@@ -86,8 +92,7 @@ class Completion:
         if self._first_count == 0:
             self._ttft_s, self._first_count = now, len(self._ids)
         self._decode_s = now - self._ttft_s
-        logprobs = step.logprobs[:kept] if self._params.logprobs is not None else None
-        return self._chunk("".join(pieces), step.tokens[:kept], logprobs)
+        return self._chunk("".join(pieces), step.tokens[:kept], step.logprobs[:kept])
 
     def cancel(self) -> Chunk:
         """End early and return the text still held back; what was decoded stays."""
@@ -140,6 +145,8 @@ class Completion:
         piece, stopped = self._matcher.push(self._decoder.flush())
         return (piece, True) if stopped else (piece + self._matcher.flush(), False)
 
-    def _chunk(self, text: str, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...] | None = None) -> Chunk:
+    def _chunk(self, text: str, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...] = ()) -> Chunk:
         self._text.append(text)
-        return Chunk(text=text, token_ids=token_ids, finish_reason=self.reason, logprobs=logprobs)
+        self._logprobs.extend(logprobs)
+        asked = logprobs if self._params.logprobs is not None else None
+        return Chunk(text=text, token_ids=token_ids, finish_reason=self.reason, logprobs=asked)

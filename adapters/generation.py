@@ -133,6 +133,7 @@ class Generation:
             blas=pair.runtime.blas,
             versions=pair.runtime.versions,
             speculative={"enabled": pair.draft is not None, "reason": pair.reason},
+            logprobs=completion.logprobs,
         )
 
 

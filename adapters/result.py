@@ -85,7 +85,9 @@ class Result:
     """Of posttrainllm, mlx and mlx-lm: bits may differ between them."""
     speculative: dict[str, Any]
     """`enabled`, and the `reason` when it is not."""
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    """Of `token_ids`; None unless the request asks for them."""
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain dictionaries and lists, for JSON."""
-        return attrs.asdict(self)
+        """As plain dictionaries and lists, for JSON; `logprobs` only where there are any."""
+        return attrs.asdict(self, filter=lambda field, value: field.name != "logprobs" or value is not None)

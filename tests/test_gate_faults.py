@@ -199,8 +199,8 @@ def test_a_path_whose_logits_are_not_finite_is_broken_and_no_error(monkeypatch):
     plant(
         monkeypatch,
         pure_step.speculative_step,
-        "warped = warp(logits,",
-        "logits = logits * mx.inf; warped = warp(logits,",
+        "adjusted = adjust(logits,",
+        "logits = logits * mx.inf; adjusted = adjust(logits,",
     )
     path = gated(tiny_pair(draft="noisy"))
     assert path.verdict == "broken"

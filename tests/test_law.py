@@ -62,10 +62,11 @@ def draw_paths(
 ) -> np.ndarray:
     """Counts of the paths that the whole step emits: int [V, V, V]."""
     mode = "filtered" if options.keys() & {"top_k", "top_p", "min_p"} else "sampled"
-    config = StepConfig(width=width, vocab_size=VOCAB, mode=mode)
+    adjusted = bool(options.keys() & {"bias", "presence_penalty", "frequency_penalty", "repetition_penalty"})
+    config = StepConfig(width=width, vocab_size=VOCAB, mode=mode, adjusted=adjusted)
     proposing = Draft(forward=table_forward(mx.array(proposer)), vocab_size=VOCAB, context=10**6)
     step = compile_step(config, table_forward(mx.array(target)), proposing)
-    sampling = make_sampling(ROWS, **options)
+    sampling = make_sampling(ROWS, prompt_length=1, **options)
     counts = np.zeros((VOCAB, VOCAB, VOCAB), dtype=np.int64)
     for index in range(rounds):
         seeds = range(index * ROWS, (index + 1) * ROWS)

@@ -424,10 +424,19 @@ def test_importing_it_leaves_mlx_for_the_blas_to_come_first():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
+def test_a_process_that_outlives_its_sources_keeps_verdicts_of_the_code_that_it_runs(pair, passed, monkeypatch):
+    """An upgrade under a running server: what it finds in idle time is not about the new files."""
+    keep(pair, passed)
+    monkeypatch.setattr(cache.Path, "read_bytes", lambda path: b"another version")
+    assert boot(pair)[0].verdict == "identical"
+
+
 @pytest.mark.slow
 def test_the_embedded_pair_is_provisional_at_boot_and_passes_in_idle_time(embedded_pair):
-    shape = Shape(rows=1, capacity=1280, draft_k=4)
-    found, later = boot_standing(embedded_pair, shape, "auto")
+    """All 100 prompts in one row take minutes; their verdict in other shapes is a test of the gate."""
+    shape, full = Shape(rows=1, capacity=1280, draft_k=4), Extent(prompts=24, max_tokens=64, drawn=4)
+    found, later = boot_standing(embedded_pair, shape, "auto", full=full)
     assert (found.enabled, found.verdict, later) == (True, "provisional", True), found.reason
-    assert full_standing(embedded_pair, shape).verdict in ("identical", "width-identical")
-    assert boot_standing(embedded_pair, shape, "auto")[1] is False
+    passed = full_standing(embedded_pair, shape, full=full)
+    assert passed.verdict in ("identical", "width-identical")
+    assert boot_standing(embedded_pair, shape, "auto", full=full) == (passed, False)

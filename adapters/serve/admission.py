@@ -96,17 +96,18 @@ class Admission:
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closed is not None)
 
-    def close(self, error: Exception | None = None) -> list[Job]:
+    def close(self, error: Exception | None = None) -> None:
         """Take nothing more.
 
         Args:
             error: what is raised from now on; None says that the server has stopped.
-
-        Returns:
-            What still waited.
         """
         with self._changed:
             self._closed = self._closed or error or stopped()
-            waiting, self._waiting = [job for job, _ in self._waiting], deque()
             self._changed.notify_all()
+
+    def take_all(self) -> list[Job]:
+        """Everything that waits, which nobody will run."""
+        with self._changed:
+            waiting, self._waiting = [job for job, _ in self._waiting], deque()
             return waiting

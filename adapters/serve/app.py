@@ -149,7 +149,7 @@ class _Api:
             request_id=request_id,
             created=int(time.time()),
             model=settings.name,
-            fingerprint=settings.fingerprint,
+            fingerprint=f"{settings.fingerprint}-w{self._scheduler.engine.width}",
             tokenizer=tokenizer,
         )
         headers = {"x-request-id": request_id}
@@ -199,7 +199,8 @@ class _Api:
 def _refusal(request: Request, error: ApiError) -> Response:
     """An error in OpenAI's shape."""
     request_id = getattr(request.state, "id", None) or f"req-{secrets.token_hex(12)}"
-    LOGGER.info("%s %s: %d, %s", request.url.path, request_id, error.status, error)
+    LOGGER.info("%s %s: %d %s", request.url.path, request_id, error.status, error.param or error.code or "")
+    LOGGER.debug("%s: %s", request_id, error)  # it can quote the prompt
     return JSONResponse(error.body(), status_code=error.status, headers={**error.headers, "x-request-id": request_id})
 
 

@@ -1,11 +1,8 @@
-"""The engine's thread from its first import of MLX to its last step."""
+"""From options to an engine that can answer."""
 
 import hashlib
 import json
-import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +23,7 @@ from posttrainllm.adapters.serve.scheduler import FullGate, Scheduler
 from posttrainllm.adapters.serve.settings import ServeSettings
 from posttrainllm.kernel.errors import GateError, UsageError
 
-__all__ = ["EngineThread", "ServeOptions", "Served"]
+__all__ = ["ServeOptions", "Served", "boot"]
 
 _DEFAULT_CONTEXT = 4096
 
@@ -60,36 +57,19 @@ class Served:
     settings: ServeSettings
 
 
-class EngineThread(threading.Thread):
-    """Loads the models, asks the gate, then steps rows until it is told to stop.
+def boot(options: ServeOptions) -> Served:
+    """Load the models, ask the gate, compile the first steps. All of MLX's work is done on the thread that calls this.
 
     Args:
         options: of the command.
-        failed: called from this thread when the engine fails while it serves.
+
+    Returns:
+        The scheduler, which has nothing to do yet, and what requests are held against.
+
+    Raises:
+        GateError: --gate strict, and the verdict is not `identical`.
+        PosttrainllmError: the models cannot be served.
     """
-
-    def __init__(self, options: ServeOptions, failed: Callable[[], None]) -> None:
-        super().__init__(name="engine", daemon=True)
-        self._options, self._failed = options, failed
-        self.ready: Future[Served] = Future()
-        """What is served; or why nothing is."""
-
-    def run(self) -> None:
-        """Everything that touches MLX: its streams belong to threads."""
-        try:
-            served = _boot(self._options)
-        except BaseException as error:
-            self.ready.set_exception(error)
-            return
-        self.ready.set_result(served)
-        try:
-            served.scheduler.run()
-        except Exception:
-            LOGGER.exception("the engine failed; what was under way is answered with an error")
-            self._failed()
-
-
-def _boot(options: ServeOptions) -> Served:
     pair = load_pair(options.model, options.draft_model, speculate=options.speculate, dtype=options.dtype)
     if options.gate == "strict" and pair.draft is None:
         raise UsageError("--gate strict: got no draft model, expected one: there is nothing to gate")

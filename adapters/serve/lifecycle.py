@@ -12,14 +12,13 @@ from starlette.applications import Starlette
 
 from posttrainllm.adapters.runtime import LOGGER
 from posttrainllm.adapters.serve.app import make_app
-from posttrainllm.adapters.serve.boot import EngineThread, Served, ServeOptions
+from posttrainllm.adapters.serve.boot import Served, ServeOptions, boot
 from posttrainllm.kernel.errors import BackendError, UsageError
 
 __all__ = ["bind", "serve_until_stopped"]
 
 _DRAIN_S = 30
 _LINGER_S = 3.0  # how long a failed server goes on saying so before it exits
-_JOIN_S = 10.0
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -53,6 +52,9 @@ def bind(host: str, port: int) -> socket.socket:
 def serve_until_stopped(options: ServeOptions, listener: socket.socket, *, cors_origins: Sequence[str]) -> int:
     """Boot, then answer until a signal or a failure of the engine.
 
+    MLX works on the calling thread, which must be the main one: its streams belong to threads, and one that dies with
+    work behind it aborts the process. HTTP has a thread of its own.
+
     Args:
         options: of the command.
         listener: from `bind`.
@@ -64,48 +66,37 @@ def serve_until_stopped(options: ServeOptions, listener: socket.socket, *, cors_
     Raises:
         PosttrainllmError: the engine cannot be started.
     """
-    process = _Process()
-    engine = EngineThread(options, process.engine_failed)
-    engine.start()
-    served = engine.ready.result()
-    _announce(served, listener)
-    app = make_app(served.scheduler, served.settings, cors_origins=tuple(cors_origins))
-    process.run(uvicorn.Server(_config(app)), listener)
-    served.scheduler.admission.close()
-    engine.join(_JOIN_S)
-    return 1 if process.failed else 0
+    served = boot(options)
+    scheduler = served.scheduler
+    app = make_app(scheduler, served.settings, cors_origins=tuple(cors_origins))
+    server = uvicorn.Server(_config(app))
 
-
-class _Process:
-    """Signals and failures, and the one server that they stop."""
-
-    def __init__(self) -> None:
-        self.failed = False
-        self._server: uvicorn.Server | None = None
-
-    def engine_failed(self) -> None:
-        """Called from the engine's thread: say so for a while, then exit."""
-        self.failed = True
-        threading.Timer(_LINGER_S, self._stop).start()
-
-    def run(self, server: uvicorn.Server, listener: socket.socket) -> None:
-        """Answer until told to stop, then finish what is under way, for 30 seconds at most."""
-        self._server = server
-        # uvicorn raises the signal again once it has drained, and the default would then kill us
-        previous = {number: signal.signal(number, _ignore) for number in (signal.SIGTERM, signal.SIGINT)}
+    def answer() -> None:
         try:
             server.run(sockets=[listener])
         finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
+            scheduler.admission.close()  # drained, or failed: the engine has nobody to work for
 
-    def _stop(self) -> None:
-        if self._server is not None:
-            self._server.should_exit = True
+    def stop(number: int, frame: FrameType | None) -> None:
+        server.force_exit = server.should_exit  # a second signal does not wait for the drain
+        server.should_exit = True
 
-
-def _ignore(number: int, frame: FrameType | None) -> None:
-    pass
+    previous = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    http = threading.Thread(target=answer, name="http", daemon=True)
+    try:
+        http.start()
+        _announce(served, listener)
+        scheduler.run()
+        failed = False
+    except Exception:
+        LOGGER.exception("the engine failed; what was under way is answered with an error")
+        failed = True
+        http.join(_LINGER_S)
+        server.should_exit = True
+    http.join()
+    for number, handler in previous.items():
+        signal.signal(number, handler)
+    return 1 if failed or not server.started else 0
 
 
 def _config(app: Starlette) -> uvicorn.Config:

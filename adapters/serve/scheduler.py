@@ -24,7 +24,7 @@ from posttrainllm.adapters.serve.errors import failed
 from posttrainllm.adapters.serve.jobs import Job, Outcome, Update
 from posttrainllm.adapters.serve.recordings import Recording, Recordings
 from posttrainllm.adapters.serve.speculation import speculation
-from posttrainllm.kernel.errors import PosttrainllmError
+from posttrainllm.kernel.errors import NonFiniteError, PosttrainllmError
 
 __all__ = ["FullGate", "Scheduler"]
 
@@ -163,6 +163,9 @@ class Scheduler:
             except StopIteration as scored:
                 row.scoring = None
                 row.job.deliver(Update(prompt_logprobs=scored.value))
+            except NonFiniteError as error:
+                self._leave_entrance()
+                row.job.deliver(Update(error=error))
             return
         row.prefill.advance()
         if not row.prefill.done:
@@ -172,6 +175,14 @@ class Scheduler:
         row.recording.begin(self._engine, number, row.prefill.request)
         row.completion.prefilled()
         self._rows[number] = row
+
+    def _leave_entrance(self) -> None:
+        """Give up the prompt that is being read."""
+        assert self._entering is not None
+        number, row = self._entering
+        self._entering = None
+        self._free.append(number)
+        self.admission.left(time.perf_counter() - row.since)
 
     def _absorb(self, number: int, step: RowStep) -> None:
         """Hand a step on. Whatever fails here is of the host, and ends this row alone."""
@@ -207,10 +218,7 @@ class Scheduler:
     def _drop_cancelled(self) -> None:
         """Free what nobody wants any more."""
         if self._entering is not None and self._entering[1].job.cancelled:
-            number, row = self._entering
-            self._entering = None
-            self._free.append(number)
-            self.admission.left(time.perf_counter() - row.since)
+            self._leave_entrance()
         for number in [number for number, row in self._rows.items() if row.job.cancelled]:
             self._leave(number, "cancelled")
         self.admission.drop_cancelled()
@@ -231,6 +239,7 @@ class Scheduler:
             return
         # the gate goes on only while no row is taken, so nothing is in flight that could be cut short
         LOGGER.warning("speculation is switched off: %s", standing.reason)
+        self._engine.hand_over()  # its caches are freed before others are made
         self._engine = self._engine_for(standing)
 
     def _pump(self, *_: object) -> None:
@@ -241,11 +250,10 @@ class Scheduler:
 
     def _end_all(self, error: Exception | None) -> None:
         """Tell everybody who still waits for something."""
-        waiting = self.admission.close(error)
+        self.admission.close(error)
         entering = [] if self._entering is None else [self._entering[1]]
         rows = [*entering, *self._rows.values()]
         for row in rows:
             row.recording.end(None if error else "cancelled")
-        reason = self.admission.closed
-        for job in [*(row.job for row in rows), *waiting]:
-            job.deliver(Update(error=reason))
+        for job in [*(row.job for row in rows), *self.admission.take_all()]:
+            job.deliver(Update(error=self.admission.closed))

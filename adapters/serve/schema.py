@@ -19,7 +19,6 @@ Int = Annotated[int, BeforeValidator(_whole)]
 
 
 _Body = TypeVar("_Body", bound=BaseModel)
-_BRANCHES = ("str", "list[TextPart]")
 _UNIONS = {
     "prompt": "a text, token ids, or a list of either",
     "stop": "a text or a list of texts",
@@ -157,7 +156,8 @@ def _told(error: Any) -> ApiError:
     """One line for the first thing that pydantic found."""
     field, got = str(error["loc"][0]), error["input"]
     # inside a union the rest of the place names its branches
-    place = field if field in _UNIONS else ".".join(str(part) for part in error["loc"] if part not in _BRANCHES)
+    loc = error["loc"][: error["loc"].index("content") + 1] if "content" in error["loc"] else error["loc"]
+    place = field if field in _UNIONS else ".".join(map(str, loc))
     if error["type"] == "extra_forbidden":
         return invalid(f"{place}: this server has no such field", param=place, code="unsupported_parameter")
     if error["type"] == "missing":
@@ -168,8 +168,10 @@ def _told(error: Any) -> ApiError:
         return invalid(
             f"{field}: this server supports {_UNSUPPORTED[field]}", param=field, code="unsupported_parameter"
         )
+    if loc[-1] == "content":
+        return invalid(f"{place}: got {_short(got)}, expected a text or a list of text parts", param=field)
     expected = error["msg"].removeprefix("Input should be ").replace("'", "")
-    return invalid(f"{place}: got {_short(got)}, expected {expected}", param=place)
+    return invalid(f"{place}: got {_short(got)}, expected {expected}", param=field)
 
 
 def _short(value: Any) -> str:

@@ -33,4 +33,4 @@ class ServeSettings:
     created: int
     """When the server started, in seconds since 1970."""
     fingerprint: str
-    """Short hash of what bits depend on; OpenAI's `system_fingerprint`."""
+    """Short hash of what bits depend on beside the width; with it, OpenAI's `system_fingerprint`."""

@@ -34,8 +34,9 @@ format: $(VENV)/.developed-$(BACKEND)
 bench: $(VENV)/.developed-$(BACKEND) ## plain and speculative decoding, ours and mlx-lm's, interleaved
 	$(BIN)/python -m pytest benchmarks -m "" -o filterwarnings=default $(BENCH)
 
-throughput: $(VENV)/.developed-$(BACKEND) ## the harness of `posttrainllm bench`, in a short form that asserts all but the speed
+throughput: $(VENV)/.developed-$(BACKEND) ## the harness of `posttrainllm bench`, and through a server, in a short form that asserts all but the speed
 	PYTHON=$(BIN)/python evals/specdec-throughput.sh --short --out build/throughput
+	PYTHON=$(BIN)/python evals/specdec-throughput.sh --serve --short --out build/throughput-serve
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

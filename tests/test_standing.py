@@ -14,6 +14,7 @@ from posttrainllm.adapters.gate.plan import plan
 from posttrainllm.adapters.gate.prompts import read_prompts
 from posttrainllm.adapters.gate.run import run_gate
 from posttrainllm.adapters.gate.standing import Extent, Standing, boot_standing, full_standing
+from posttrainllm.adapters.loading import memory
 from posttrainllm.adapters.loading.memory import Forecast
 from posttrainllm.adapters.loading.pair import load_pair
 from posttrainllm.adapters.rows import RowRequest
@@ -153,6 +154,12 @@ def test_auto_runs_where_the_verdict_on_file_is_about_less_or_about_something_el
     assert boot(pair)[0].reason.startswith("2 of 4 prompts")
 
 
+def test_a_broken_verdict_of_other_shapes_is_no_good_one(pair, passed):
+    """Lifted by a good one over other prompts, it would else be taken for one over these."""
+    keep(pair, passed, verdict="broken", shape=Shape(rows=1, capacity=256, draft_k=2))
+    assert not cache.good_in_other_shapes(cache.gate_key(pair, planned(pair, FULL)))
+
+
 def test_full_and_strict_run_everything_now_unless_it_is_on_file(pair, own_cache, monkeypatch):
     found, later = boot(pair, "full")
     assert (found.enabled, found.reason, later) == (True, None, False)
@@ -224,6 +231,17 @@ def test_where_the_caches_do_not_fit_auto_goes_on_ungated_and_full_fails(pair, m
             boot(pair, mode)
     with pytest.raises(MemoryLimitError):
         full_standing(pair, SHAPE, full=FULL)
+
+
+def test_where_the_probes_caches_do_not_fit_it_is_said_before_anything_is_decoded(pair, monkeypatch):
+    """Engines have room: the process would be killed in the middle of the probes."""
+    room = 5 * SHAPE.rows * pair.target.kv_bytes(SHAPE.capacity)
+    monkeypatch.setattr(memory, "available_bytes", lambda: room)
+    told = []
+    found, _ = boot(pair, progress=lambda *values: told.append(values))
+    assert found.verdict == "not gated"
+    assert "not enough memory for the gate's probes (6 caches of the target at B=2, C=256)" in found.reason
+    assert told == []
 
 
 def test_where_the_context_is_tiny_auto_goes_on_ungated_and_full_fails(pair):
@@ -406,10 +424,19 @@ def test_importing_it_leaves_mlx_for_the_blas_to_come_first():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
+def test_a_process_that_outlives_its_sources_keeps_verdicts_of_the_code_that_it_runs(pair, passed, monkeypatch):
+    """An upgrade under a running server: what it finds in idle time is not about the new files."""
+    keep(pair, passed)
+    monkeypatch.setattr(cache.Path, "read_bytes", lambda path: b"another version")
+    assert boot(pair)[0].verdict == "identical"
+
+
 @pytest.mark.slow
 def test_the_embedded_pair_is_provisional_at_boot_and_passes_in_idle_time(embedded_pair):
-    shape = Shape(rows=1, capacity=1280, draft_k=4)
-    found, later = boot_standing(embedded_pair, shape, "auto")
+    """All 100 prompts in one row take minutes; their verdict in other shapes is a test of the gate."""
+    shape, full = Shape(rows=1, capacity=1280, draft_k=4), Extent(prompts=24, max_tokens=64, drawn=4)
+    found, later = boot_standing(embedded_pair, shape, "auto", full=full)
     assert (found.enabled, found.verdict, later) == (True, "provisional", True), found.reason
-    assert full_standing(embedded_pair, shape).verdict in ("identical", "width-identical")
-    assert boot_standing(embedded_pair, shape, "auto")[1] is False
+    passed = full_standing(embedded_pair, shape, full=full)
+    assert passed.verdict in ("identical", "width-identical")
+    assert boot_standing(embedded_pair, shape, "auto", full=full) == (passed, False)

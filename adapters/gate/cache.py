@@ -4,6 +4,7 @@ A verdict holds for its key: everything that bits may depend on. Writes are atom
 not what its name says, counts as absent and is written again.
 """
 
+import functools
 import hashlib
 import json
 import os
@@ -207,6 +208,7 @@ def _setting(pair: Pair, draft_k: int) -> dict[str, Any]:
     }
 
 
+@functools.cache  # what runs is what was imported: a server may outlive its files
 def _source_hash() -> str:
     """Hash of the sources of the step and of the gate itself: a working copy changes between releases."""
     import posttrainllm.adapters

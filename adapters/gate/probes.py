@@ -15,7 +15,11 @@ from posttrainllm.adapters.gate.scoring import Ids, Scorer
 from posttrainllm.adapters.loading.pair import Pair
 from posttrainllm.adapters.prefill import prefill_chunk
 
-__all__ = ["histories", "least_capacity", "probe"]
+__all__ = ["MOST_CACHES", "histories", "least_capacity", "probe"]
+
+MOST_CACHES = 6
+"""Room that the probes need, in caches of the target of B rows: where both widths are fed, each has an old and a new
+one beside the one that both start from (5.2 were measured at B=16, C=2048)."""
 
 _FILLED, _FED = 24, 48  # ids of a history: so many are filled at once, so many are then fed at both widths
 _FILLER = 1  # any id: what follows a token must not matter

@@ -14,9 +14,10 @@ from posttrainllm.adapters.gate import kl
 from posttrainllm.adapters.gate.findings import Divergence, Findings, GateResult, PathResult
 from posttrainllm.adapters.gate.paths import PATHS, GatedPath
 from posttrainllm.adapters.gate.plan import Plan
-from posttrainllm.adapters.gate.probes import histories, probe
+from posttrainllm.adapters.gate.probes import MOST_CACHES, histories, probe
 from posttrainllm.adapters.gate.trace import write_trace
 from posttrainllm.adapters.gate.verdict import beyond_limit, first_difference, judge, worst
+from posttrainllm.adapters.loading.memory import check_room
 from posttrainllm.adapters.loading.pair import Pair
 from posttrainllm.adapters.rows import RowRequest, RowStep
 
@@ -48,11 +49,16 @@ def run_gate(
         Verdicts, differences, laws and probes.
 
     Raises:
-        MemoryLimitError: the caches cannot fit.
+        MemoryLimitError: the caches cannot fit; of the probes' it is said before anything is decoded.
         NonFiniteError: the target's logits were not finite.
     """
     assert pair.draft is not None, "plan() refuses a pair without a draft"
     started = time.perf_counter()
+    shape = planned.shape
+    check_room(
+        MOST_CACHES * shape.rows * pair.target.kv_bytes(shape.capacity),
+        f"the gate's probes ({MOST_CACHES} caches of the target at B={shape.rows}, C={shape.capacity})",
+    )
     results = tuple(_run_path(pair, planned, path, progress, trace_file) for path in paths)
     return GateResult(
         verdict=worst([result.verdict for result in results]),

@@ -10,7 +10,7 @@ import mlx.core as mx
 from posttrainllm.adapters.loading.checkpoint import Checkpoint
 from posttrainllm.kernel.errors import MemoryLimitError
 
-__all__ = ["Forecast", "available_bytes", "cast_bytes", "check_weights", "dtype_size"]
+__all__ = ["Forecast", "available_bytes", "cast_bytes", "check_room", "check_weights", "dtype_size"]
 
 _SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -54,6 +54,19 @@ def check_weights(checkpoints: Sequence[Checkpoint], dtypes: Sequence[str]) -> N
     """
     need = sum(cast_bytes(checkpoint, dtype) for checkpoint, dtype in zip(checkpoints, dtypes, strict=True))
     _check(need, "the weights", available_bytes())
+
+
+def check_room(need: float, what: str) -> None:
+    """Refuse what cannot fit beside what is in memory now.
+
+    Args:
+        need: bytes.
+        what: takes them, for the message.
+
+    Raises:
+        MemoryLimitError: with the numbers.
+    """
+    _check(need, what, available_bytes())
 
 
 @attrs.frozen(kw_only=True)

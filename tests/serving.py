@@ -45,6 +45,7 @@ class ServerProcess:
         self.url = ""
         self.headers: dict[str, str] = {}
         """Sent with every request, as a key is."""
+        self._http = httpx.Client(timeout=120, verify=False)  # one for all: making it is what costs
 
     @property
     def log(self) -> str:
@@ -59,7 +60,7 @@ class ServerProcess:
             if found:
                 self.url = found[1]
                 try:
-                    if httpx.get(f"{self.url}/health").status_code == 200:
+                    if self.get("/health").status_code == 200:
                         return self
                 except httpx.TransportError:
                     pass
@@ -69,21 +70,21 @@ class ServerProcess:
 
     def post(self, path: str, body: Any, *, headers: Mapping[str, str] = MappingProxyType({})) -> httpx.Response:
         """POST JSON and wait for the answer."""
-        return httpx.post(f"{self.url}{path}", json=body, timeout=120, headers={**self.headers, **headers})
+        return self._http.post(f"{self.url}{path}", json=body, headers={**self.headers, **headers})
 
     def post_bytes(self, path: str, content: bytes, *, content_type: str | None = _JSON) -> httpx.Response:
         """POST what may be no JSON at all."""
         kind = {} if content_type is None else {"content-type": content_type}
-        return httpx.post(f"{self.url}{path}", content=content, timeout=120, headers={**self.headers, **kind})
+        return self._http.post(f"{self.url}{path}", content=content, headers={**self.headers, **kind})
 
     def get(self, path: str, *, headers: Mapping[str, str] = MappingProxyType({})) -> httpx.Response:
         """GET."""
-        return httpx.get(f"{self.url}{path}", timeout=30, headers={**self.headers, **headers})
+        return self._http.get(f"{self.url}{path}", headers={**self.headers, **headers})
 
     @contextmanager
     def events(self, path: str, body: Any) -> Iterator[Iterator[Any]]:
         """POST for a stream: its events as JSON, "[DONE]" as it is, and comments in full."""
-        with httpx.stream("POST", f"{self.url}{path}", json=body, timeout=120, headers=self.headers) as response:
+        with self._http.stream("POST", f"{self.url}{path}", json=body, headers=self.headers) as response:
             assert response.status_code == 200, response.read()
             yield (_event(line) for line in response.iter_lines() if line)
 
@@ -116,6 +117,7 @@ class ServerProcess:
         self._kill()
 
     def _kill(self) -> None:
+        self._http.close()
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()

@@ -53,7 +53,7 @@ whole, steps = Engine.step, []
 def step(self):
     steps.append(1)
     time.sleep(0.05)
-    if len(steps) > 40:
+    if len(steps) > 30:
         raise RuntimeError("the device is gone")
     return whole(self)
 Engine.step = step

@@ -14,6 +14,7 @@ __all__ = ["MAX_BODY_BYTES", "read_object"]
 MAX_BODY_BYTES = 8 * 2**20
 _BODY_S = 30.0
 _DEEPEST = 64
+_MOST_VALUES = 2**20  # what follows takes microseconds a value, and other streams wait for it
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # UTF-8 has none: only an escape can be half a pair
 
 
@@ -70,8 +71,7 @@ def _parse(data: bytes) -> dict[str, Any]:
         raise invalid(f"body: got no JSON: {error}") from None
     if not isinstance(value, dict):
         raise invalid(f"body: got JSON of type {type(value).__name__}, expected an object")
-    if _depth(value) > _DEEPEST:
-        raise invalid(f"body: got JSON nested more than {_DEEPEST} deep")
+    _check_size(value)
     if _SURROGATE.search(data):
         try:
             json.dumps(value, ensure_ascii=False).encode()
@@ -84,12 +84,15 @@ def _no_number(name: str) -> NoReturn:
     raise ValueError(f"{name} is no number of JSON")
 
 
-def _depth(value: Any) -> int:
-    """How deeply lists and objects are nested; without recursion."""
-    deepest, left = 0, [(value, 1)]
+def _check_size(value: dict[str, Any]) -> None:
+    """Bound how deep and how many values are; without recursion."""
+    count, left = 0, [(value, 1)]
     while left:
-        entry, depth = left.pop()
-        if isinstance(entry, (dict, list)):
-            deepest = max(deepest, depth)
-            left += [(child, depth + 1) for child in (entry.values() if isinstance(entry, dict) else entry)]
-    return deepest
+        container, depth = left.pop()
+        if depth > _DEEPEST:
+            raise invalid(f"body: got JSON nested more than {_DEEPEST} deep")
+        count += len(container)
+        if count > _MOST_VALUES:
+            raise invalid(f"body: got more than {_MOST_VALUES} values, expected at most as many")
+        children = container.values() if isinstance(container, dict) else container
+        left += [(child, depth + 1) for child in children if isinstance(child, (dict, list))]

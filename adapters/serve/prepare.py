@@ -1,6 +1,7 @@
 """From a body that has the right fields to checked work: prompts as ids, and the options of every choice."""
 
 import re
+import reprlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ __all__ = ["Choice", "Work", "prepare_chat", "prepare_completion", "unknown_mode
 
 _MOST_CHOICES = 128
 _MOST_STOPS = 64
+_MOST_STOP_IDS = 1024
 _LONGEST_STOP = 4096
 _COMPLETION_TOKENS = 16  # as OpenAI's API has it where a request says nothing
 _TEMPERATURE = 1.0  # the same
@@ -167,10 +169,15 @@ def _options(
         raise invalid(f"stop: expected at most {_MOST_STOPS} texts of {_LONGEST_STOP} characters", param="stop")
     options["stop"] = tuple(stops)
     options["stop_token_ids"] = tuple(body.stop_token_ids or ())
+    if len(options["stop_token_ids"]) > _MOST_STOP_IDS:
+        got = len(options["stop_token_ids"])
+        raise invalid(f"stop_token_ids: got {got} ids, expected at most {_MOST_STOP_IDS}", param="stop_token_ids")
     biases = body.logit_bias or {}
-    for name in biases:
+    for name, bias in biases.items():
         if not re.fullmatch("-?[0-9]{1,19}", name):
             raise invalid(f"logit_bias: got the token id {name[:40]!r}, expected a whole number", param="logit_bias")
+        if type(bias) not in (int, float) or not -100 <= bias <= 100:
+            raise invalid(f"logit_bias: got {reprlib.repr(bias)} for {name}, expected -100 to 100", param="logit_bias")
     options["logit_bias"] = {int(name): bias for name, bias in biases.items()}
     for field in ("stop_token_ids", "logit_bias"):
         _check_ids(field, options[field], settings.vocab_size)

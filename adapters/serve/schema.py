@@ -1,5 +1,6 @@
 """The bodies of requests: names and types. Ranges are checked by SamplingParams, once for every way to ask."""
 
+import reprlib
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -16,6 +17,10 @@ def _whole(value: Any) -> Any:
 
 
 Int = Annotated[int, BeforeValidator(_whole)]
+_Entry = TypeVar("_Entry")
+List = Annotated[
+    list[_Entry], Field(fail_fast=True)
+]  # an error is said once; to collect a million takes minutes and gigabytes
 
 
 _Body = TypeVar("_Body", bound=BaseModel)
@@ -64,9 +69,9 @@ class _Request(_Model):
     top_k: Int | None = None
     min_p: float | None = None
     seed: Int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[Int] | None = None
-    logit_bias: dict[str, float] | None = None
+    stop: str | List[str] | None = None
+    stop_token_ids: List[Int] | None = None
+    logit_bias: dict[str, Any] | None = None  # its numbers are checked one by one, where the ids are
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
@@ -96,7 +101,7 @@ class Message(_Model):
     """One turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | List[TextPart] | None = None
     name: str | None = None
     tool_calls: Annotated[list[Any] | None, Field(max_length=0)] = None
     tool_call_id: str | None = None
@@ -107,7 +112,7 @@ class Message(_Model):
 class ChatRequest(_Request):
     """POST /v1/chat/completions."""
 
-    messages: list[Message]
+    messages: List[Message]
     max_completion_tokens: Int | None = None
     logprobs: bool | None = None
     top_logprobs: Int | None = None
@@ -119,13 +124,13 @@ class ChatRequest(_Request):
     parallel_tool_calls: bool | None = None
     functions: Annotated[list[Any] | None, Field(max_length=0)] = None
     function_call: Literal["none", "auto"] | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: List[Literal["text"]] | None = None
 
 
 class CompletionRequest(_Request):
     """POST /v1/completions."""
 
-    prompt: str | list[str] | list[Int] | list[list[Int]]
+    prompt: str | List[str] | List[Int] | List[List[Int]]
     logprobs: Int | None = None
     echo: bool | None = None
     best_of: Int | None = None
@@ -146,6 +151,9 @@ def parse(kind: type[_Body], value: dict[str, Any]) -> _Body:
         ApiError: 400; names the first field that is wrong, with got and expected.
     """
     present = {name: entry for name, entry in value.items() if entry is not None}  # null is every field's default
+    unknown = next((name for name in value if name not in kind.model_fields), None)
+    if unknown is not None:
+        raise _no_such_field(unknown)
     try:
         return kind.model_validate(present)
     except ValidationError as error:
@@ -159,7 +167,7 @@ def _told(error: Any) -> ApiError:
     loc = error["loc"][: error["loc"].index("content") + 1] if "content" in error["loc"] else error["loc"]
     place = field if field in _UNIONS else ".".join(map(str, loc))
     if error["type"] == "extra_forbidden":
-        return invalid(f"{place}: this server has no such field", param=place, code="unsupported_parameter")
+        return _no_such_field(place)
     if error["type"] == "missing":
         return invalid(f"{place}: got nothing, expected a value", param=place, code="missing_required_parameter")
     if field in _UNIONS:
@@ -174,6 +182,10 @@ def _told(error: Any) -> ApiError:
     return invalid(f"{place}: got {_short(got)}, expected {expected}", param=field)
 
 
+def _no_such_field(place: str) -> ApiError:
+    return invalid(f"{place}: this server has no such field", param=place, code="unsupported_parameter")
+
+
 def _short(value: Any) -> str:
-    text = repr(value)
+    text = reprlib.repr(value)  # of a few entries: the whole of a long list takes its time
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -25,6 +25,7 @@ SETTINGS = ServeSettings(
     name="a-model",
     other_names=("/where/it/is",),
     context=100,
+    longest_text=1000,
     max_tokens=50,
     accept_rule="coupled",
     vocab_size=4096,
@@ -163,6 +164,36 @@ def test_limits_are_those_of_the_server_and_of_the_context(tokenizer):
     assert chat(tokenizer).choices[0].limit == len(chat(tokenizer).choices[0].prompt) + 50
     with pytest.raises(CapacityError, match="got 100 tokens, expected fewer than the context of 100"):
         completion(tokenizer, prompt=[5] * 100)
+
+
+def test_a_text_that_cannot_fit_is_not_encoded(tokenizer):
+    """8 MiB take 20 s, and whoever comes next waits for the same thread."""
+    encoded = []
+    watched = attrs.evolve(tokenizer, backend=Watched(tokenizer.backend, encoded))
+    for text, characters in (("a" * 1001, 1001), ("word " * 10**5, 5 * 10**5)):
+        with pytest.raises(CapacityError, match=rf"got {characters} characters, expected at most 1000, .* 100 tokens"):
+            completion(watched, prompt=["x", text])
+        with pytest.raises(CapacityError, match="messages: got"):
+            chat(watched, messages=[{"role": "user", "content": text}])
+    assert encoded == ["x", "x"]
+    with pytest.raises(CapacityError, match=r"prompt: got \d+ tokens"):
+        completion(watched, prompt=["a b " * 250, "y"])
+    assert encoded[2:] == ["a b " * 250]  # and no more of the list than is needed to refuse it
+
+
+@attrs.define
+class Watched:
+    """A tokenizer that tells what it was given."""
+
+    backend: object
+    encoded: list
+
+    def encode(self, text, **options):
+        self.encoded.append(text)
+        return self.backend.encode(text, **options)
+
+    def __getattr__(self, name):
+        return getattr(self.backend, name)
 
 
 def test_what_is_not_said_is_as_in_openais_api_and_the_servers_rule(tokenizer):

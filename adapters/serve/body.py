@@ -86,7 +86,8 @@ def _no_number(name: str) -> NoReturn:
 
 def _check_size(value: dict[str, Any]) -> None:
     """Bound how deep and how many values are; without recursion."""
-    count, left = 0, [(value, 1)]
+    count = 0
+    left: list[tuple[dict[str, Any] | list[Any], int]] = [(value, 1)]
     while left:
         container, depth = left.pop()
         if depth > _DEEPEST:

@@ -133,6 +133,7 @@ def _settings(
         name=name,
         other_names=(pair.target.name,) if options.served_model_name is None else (),
         context=context,
+        longest_text=context * max(map(len, pair.tokenizer.vocabulary.values())),
         max_tokens=min(options.max_tokens_limit or context, context),
         accept_rule=options.accept_rule,
         vocab_size=pair.vocab_size,

@@ -61,7 +61,8 @@ def listen(listener: socket.socket) -> None:
     try:
         listener.listen()
     except OSError as error:
-        raise _cannot_listen(*listener.getsockname()[:2], error) from None
+        host, port = listener.getsockname()[:2]
+        raise _cannot_listen(host, port, error) from None
 
 
 def _cannot_listen(host: str, port: int, error: OSError) -> BackendError:

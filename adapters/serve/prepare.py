@@ -1,8 +1,6 @@
 """From a body that has the right fields to checked work: prompts as ids, and the options of every choice."""
 
-import re
-import reprlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
@@ -10,10 +8,11 @@ import attrs
 from posttrainllm.adapters.loading.tokenizer import Tokenizer
 from posttrainllm.adapters.options import check_template_args
 from posttrainllm.adapters.params import MAX_LOGPROBS, SamplingParams
+from posttrainllm.adapters.serve.checks import biases_of, check_ids, check_length, check_text
 from posttrainllm.adapters.serve.errors import ApiError, invalid
 from posttrainllm.adapters.serve.schema import ChatRequest, CompletionRequest
 from posttrainllm.adapters.serve.settings import ServeSettings
-from posttrainllm.kernel.errors import CapacityError, CheckpointError
+from posttrainllm.kernel.errors import CheckpointError
 
 __all__ = ["Choice", "Work", "prepare_chat", "prepare_completion", "unknown_model"]
 
@@ -83,8 +82,8 @@ def prepare_chat(body: ChatRequest, settings: ServeSettings, tokenizer: Tokenize
         body = body.model_copy(update={"max_tokens": body.max_completion_tokens})
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     options = _options(body, settings, logprobs=logprobs, max_tokens=settings.max_tokens)
-    ids = _conversation(body, tokenizer)
-    return _work(body, settings, [(ids, "")], options, field="messages")
+    ids = _conversation(body, settings, tokenizer)
+    return _work(body, settings, [(ids, "")], options)
 
 
 def prepare_completion(body: CompletionRequest, settings: ServeSettings, tokenizer: Tokenizer) -> Work:
@@ -109,7 +108,7 @@ def prepare_completion(body: CompletionRequest, settings: ServeSettings, tokeniz
     if not prompts:
         raise invalid("prompt: got an empty list, expected a text, token ids, or a list of either", param="prompt")
     encoded = [_prompt(prompt, settings, tokenizer, with_text=bool(body.echo)) for prompt in prompts]
-    return _work(body, settings, encoded, options, field="prompt")
+    return _work(body, settings, encoded, options)
 
 
 def unknown_model(name: str, settings: ServeSettings) -> ApiError:
@@ -129,12 +128,16 @@ def _prompt(
     if isinstance(prompt, str):
         if not prompt:
             raise invalid("prompt: got an empty text, expected one or more characters", param="prompt")
-        return tokenizer.encode(prompt), prompt if with_text else ""
-    _check_ids("prompt", prompt, settings.prompt_vocab_size)
+        check_text("prompt", len(prompt), settings)
+        ids = tokenizer.encode(prompt)
+        check_length("prompt", ids, settings)
+        return ids, prompt if with_text else ""
+    check_length("prompt", prompt, settings)
+    check_ids("prompt", prompt, settings.prompt_vocab_size)
     return prompt, tokenizer.decode(prompt) if with_text else ""
 
 
-def _conversation(body: ChatRequest, tokenizer: Tokenizer) -> list[int]:
+def _conversation(body: ChatRequest, settings: ServeSettings, tokenizer: Tokenizer) -> list[int]:
     if not body.messages:
         raise invalid("messages: got an empty list, expected one message or more", param="messages")
     messages = []
@@ -142,13 +145,16 @@ def _conversation(body: ChatRequest, tokenizer: Tokenizer) -> list[int]:
         content = message.content
         text = "".join(part.text for part in content) if isinstance(content, list) else content or ""
         messages.append({"role": message.role, "content": text})
+    check_text("messages", sum(len(message["content"]) for message in messages), settings)
     arguments = body.chat_template_kwargs or {}
     try:
         check_template_args("chat_template_kwargs", arguments)
-        return tokenizer.encode_chat(messages, arguments)
+        ids = tokenizer.encode_chat(messages, arguments)
     except CheckpointError as error:
         why = str(error).rpartition("cannot be used: ")[2]  # what stands before it is a path of this machine
         raise invalid(f"messages: the chat template refuses them: {why}", param="messages") from None
+    check_length("messages", ids, settings)
+    return ids
 
 
 def _options(
@@ -172,15 +178,9 @@ def _options(
     if len(options["stop_token_ids"]) > _MOST_STOP_IDS:
         got = len(options["stop_token_ids"])
         raise invalid(f"stop_token_ids: got {got} ids, expected at most {_MOST_STOP_IDS}", param="stop_token_ids")
-    biases = body.logit_bias or {}
-    for name, bias in biases.items():
-        if not re.fullmatch("-?[0-9]{1,19}", name):
-            raise invalid(f"logit_bias: got the token id {name[:40]!r}, expected a whole number", param="logit_bias")
-        if type(bias) not in (int, float) or not -100 <= bias <= 100:
-            raise invalid(f"logit_bias: got {reprlib.repr(bias)} for {name}, expected -100 to 100", param="logit_bias")
-    options["logit_bias"] = {int(name): bias for name, bias in biases.items()}
+    options["logit_bias"] = biases_of(body.logit_bias or {})
     for field in ("stop_token_ids", "logit_bias"):
-        _check_ids(field, options[field], settings.vocab_size)
+        check_ids(field, options[field], settings.vocab_size)
     return options
 
 
@@ -189,20 +189,12 @@ def _work(
     settings: ServeSettings,
     prompts: Sequence[tuple[list[int], str]],
     options: dict[str, Any],
-    *,
-    field: str,
 ) -> Work:
     count = 1 if body.n is None else body.n
     if not 1 <= count * len(prompts) <= _MOST_CHOICES:
         raise invalid(f"n: got {count}, expected 1 to {_MOST_CHOICES // len(prompts) or 1}", param="n")
     choices = []
     for ids, echo in prompts:
-        if not ids:
-            raise invalid(f"{field}: got no token, expected one or more", param=field)
-        if len(ids) >= settings.context:
-            raise CapacityError(
-                f"{field}: got {len(ids)} tokens, expected fewer than the context of {settings.context}"
-            )
         for index in range(count):
             seed = {} if body.seed is None else {"seed": _seed(body.seed, index)}
             params = SamplingParams.from_options({**options, **seed})
@@ -221,13 +213,3 @@ def _work(
 def _seed(seed: int, index: int) -> int:
     """Of one choice: the first has the request's, each further one the next; a seed out of range is left for others."""
     return seed if index == 0 else (seed + index) % 2**64
-
-
-def _check_ids(field: str, ids: Iterable[int], vocab_size: int) -> None:
-    """MLX checks no index: an id that the model lacks never gets there."""
-    for index in ids:
-        if not 0 <= index < vocab_size:
-            raise invalid(
-                f"{field}: got token id {index}, expected 0 to {vocab_size - 1}, of a vocabulary of {vocab_size}",
-                param=field,
-            )

@@ -19,6 +19,8 @@ class ServeSettings:
     """Names that are taken as well: the path or id it was loaded by."""
     context: int
     """Most tokens of a prompt and its reply together."""
+    longest_text: int
+    """Characters that a prompt which fits can have at most: a longer one is refused before it is encoded."""
     max_tokens: int
     """Most tokens of a reply."""
     accept_rule: AcceptRule

@@ -12,6 +12,7 @@ from serving import ServerProcess, wait_for
 from support import save_tiny_llama
 
 from posttrainllm.adapters.facade import generate, load
+from posttrainllm.adapters.replay.reading import read_trace
 
 KEY = "a secret key"
 CONTEXT, SMALL_CONTEXT, DRAFT_K = 251, 64, 4
@@ -26,9 +27,11 @@ SPOKEN = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 4, "temp
 def server(tmp_path_factory):
     """Two slots and room for four that wait."""
     options = ("--gate", "off", "--slots", "2", "--queue", "4", "--max-context", str(CONTEXT))
-    origin = ("--cors-origin", "https://app.example")
-    with ServerProcess(tmp_path_factory.mktemp("cases"), *options, *origin, POSTTRAINLLM_API_KEY=KEY) as server:
+    folder = tmp_path_factory.mktemp("cases")
+    more = ("--cors-origin", "https://app.example", "--record-dir", str(folder / "traces"))
+    with ServerProcess(folder, *options, *more, POSTTRAINLLM_API_KEY=KEY) as server:
         server.headers = {"authorization": f"Bearer {KEY}"}
+        server.traces = folder / "traces"
         yield server
 
 
@@ -326,53 +329,68 @@ class Bystander:
 LONG = {**PLAIN, "max_tokens": 230, "ignore_eos": True, "temperature": 1, "seed": 1}
 
 
-def last_leaver(server):
-    """Tokens of the reply when the last one left."""
-    return [int(found) for found in re.findall(r"the client left, \d+ \+ (\d+) tokens", server.log)]
+def leavers(server):
+    """Ids of the requests whose clients left, and how much of their replies had been sent."""
+    found = re.findall(r"(cmpl-\w+): the client left, \d+ \+ (\d+) tokens", server.log)
+    return [(request_id, int(tokens)) for request_id, tokens in found]
+
+
+def leave(server, body, when):
+    """Leave, and wait until the server has seen it."""
+    before = len(leavers(server))
+    server.leave(COMPLETIONS, body, when)
+    wait_for(lambda: len(leavers(server)) == before + 1)
+    return leavers(server)[-1]
+
+
+def had_a_row(server, request_id):
+    """A trace begins once the prompt is read and the choice has its row."""
+    return (server.traces / f"{request_id}-0.jsonl").exists()
 
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_frees_its_row_and_disturbs_nobody(server, stream):
     """A client that leaves while it is answered, streaming or not."""
     alone, _ = complete(server, max_tokens=120, ignore_eos=True, seed=2, temperature=1)
-    before = last_leaver(server)
     other = Bystander(server, max_tokens=120, ignore_eos=True, seed=2, temperature=1)
 
     def when(connection):
         wait_for(lambda: busy(server) == (2, 0))
+        wait_for(lambda: len(list(server.traces.iterdir())) == traces + 1)
         if stream:
             connection.recv(64)
 
-    server.leave(COMPLETIONS, {**LONG, "stream": stream}, when)
-    wait_for(lambda: busy(server)[0] <= 1, seconds=5)
+    traces = len(list(server.traces.iterdir()))
+    request_id, sent = leave(server, {**LONG, "stream": stream}, when)
+    assert sent < LONG["max_tokens"]
+    wait_for(lambda: busy(server)[0] <= 1)
+    trace = read_trace(str(server.traces / f"{request_id}-0.jsonl"))
+    assert trace.end == "cancelled"  # and not what ends it when it runs on for nobody
     assert other.text() == alone["text"]
     wait_for(lambda: busy(server) == (0, 0))
-    wait_for(lambda: len(last_leaver(server)) == len(before) + 1)
-    assert last_leaver(server)[-1] < LONG["max_tokens"]
 
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_while_it_waits_is_forgotten(server, stream):
-    others = [Bystander(server, max_tokens=100, ignore_eos=True) for _ in range(2)]
-    before = last_leaver(server)
-    server.leave(COMPLETIONS, {**LONG, "stream": stream}, lambda _: wait_for(lambda: busy(server) == (2, 1)))
-    wait_for(lambda: len(last_leaver(server)) == len(before) + 1)
-    wait_for(lambda: busy(server)[1] == 0, seconds=5)
-    assert last_leaver(server)[-1] == 0
+    others = [Bystander(server, max_tokens=200, ignore_eos=True) for _ in range(2)]
+    request_id, sent = leave(server, {**LONG, "stream": stream}, lambda _: wait_for(lambda: busy(server) == (2, 1)))
+    wait_for(lambda: busy(server) != (2, 1))
+    assert busy(server) == (2, 0)  # it left the line, and no row was free for it
     assert others[0].text() == others[1].text() != ""
     wait_for(lambda: busy(server) == (0, 0))
+    assert sent == 0
+    assert not had_a_row(server, request_id)
 
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_while_its_prompt_is_read_frees_its_row(server, stream):
     other = Bystander(server, max_tokens=100, ignore_eos=True)
-    before = last_leaver(server)
     # scored for the echo, then read: 4 chunks of one model, then 4 of each
     body = {**LONG, "prompt": [7] * 250, "echo": True, "logprobs": 1, "stream": stream}
-    server.leave(COMPLETIONS, body, lambda _: wait_for(lambda: busy(server)[0] == 2))
-    wait_for(lambda: len(last_leaver(server)) == len(before) + 1)
-    wait_for(lambda: busy(server)[0] <= 1, seconds=5)
-    assert last_leaver(server)[-1] == 0
+    request_id, sent = leave(server, body, lambda _: wait_for(lambda: busy(server)[0] == 2))
+    assert sent == 0
+    wait_for(lambda: busy(server)[0] <= 1)
+    assert not had_a_row(server, request_id)
     assert other.text() == complete(server, max_tokens=100, ignore_eos=True)[0]["text"]
     wait_for(lambda: busy(server) == (0, 0))
 

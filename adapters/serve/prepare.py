@@ -1,27 +1,22 @@
 """From a body that has the right fields to checked work: prompts as ids, and the options of every choice."""
 
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
 
 from posttrainllm.adapters.loading.tokenizer import Tokenizer
 from posttrainllm.adapters.options import check_template_args
-from posttrainllm.adapters.params import MAX_LOGPROBS, SamplingParams
-from posttrainllm.adapters.serve.errors import ApiError, invalid
+from posttrainllm.adapters.params import SamplingParams
+from posttrainllm.adapters.serve.errors import invalid
+from posttrainllm.adapters.serve.request_options import check_ids, options_of
 from posttrainllm.adapters.serve.schema import ChatRequest, CompletionRequest
 from posttrainllm.adapters.serve.settings import ServeSettings
 from posttrainllm.kernel.errors import CapacityError, CheckpointError
 
-__all__ = ["Choice", "Work", "prepare_chat", "prepare_completion", "unknown_model"]
+__all__ = ["Choice", "Work", "count_choices", "prepare_chat", "prepare_completion"]
 
 _MOST_CHOICES = 128
-_MOST_STOPS = 64
-_LONGEST_STOP = 4096
-_COMPLETION_TOKENS = 16  # as OpenAI's API has it where a request says nothing
-_TEMPERATURE = 1.0  # the same
-_SAME_NAME = ("top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "ignore_eos")
 
 
 @attrs.frozen(kw_only=True)
@@ -49,6 +44,28 @@ class Work:
     echo: bool = False
 
 
+def count_choices(body: ChatRequest | CompletionRequest) -> int:
+    """Rows that a request takes.
+
+    Args:
+        body: its fields have the right types.
+
+    Returns:
+        Prompts times choices.
+
+    Raises:
+        ApiError: 400: none, or more than any request may ask for.
+    """
+    prompts = len(body.prompt) if isinstance(body, CompletionRequest) else 1
+    if prompts > _MOST_CHOICES:
+        raise invalid(f"prompt: got {prompts} prompts, expected at most {_MOST_CHOICES}", param="prompt")
+    count = 1 if body.n is None else body.n
+    if not 1 <= count * prompts <= _MOST_CHOICES:
+        beside = "" if prompts == 1 else f" with {prompts} prompts"
+        raise invalid(f"n: got {count}, expected 1 to {_MOST_CHOICES // prompts}{beside}", param="n")
+    return count * prompts
+
+
 def prepare_chat(body: ChatRequest, settings: ServeSettings, tokenizer: Tokenizer) -> Work:
     """Apply the chat template and check the options.
 
@@ -62,27 +79,12 @@ def prepare_chat(body: ChatRequest, settings: ServeSettings, tokenizer: Tokenize
 
     Raises:
         ApiError: 400 or 404, naming the field.
-        UsageError: an option is out of range.
+        UsageError, CapacityError: an option is out of range, or the prompt does not fit.
     """
     if body.tools and body.tool_choice != "none":
-        raise invalid(
-            "tools: this server supports no tools: an empty list", param="tools", code="unsupported_parameter"
-        )
-    if body.top_logprobs is not None:
-        if not body.logprobs:
-            raise invalid("top_logprobs: got it without logprobs, expected logprobs: true", param="top_logprobs")
-        if not 0 <= body.top_logprobs <= MAX_LOGPROBS:
-            got = body.top_logprobs
-            raise invalid(f"top_logprobs: got {got}, expected 0 to {MAX_LOGPROBS}", param="top_logprobs")
-    if body.max_completion_tokens is not None:
-        if body.max_completion_tokens < 1:
-            got = body.max_completion_tokens
-            raise invalid(f"max_completion_tokens: got {got}, expected 1 or more", param="max_completion_tokens")
-        body = body.model_copy(update={"max_tokens": body.max_completion_tokens})
-    logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    options = _options(body, settings, logprobs=logprobs, max_tokens=settings.max_tokens)
-    ids = _conversation(body, tokenizer)
-    return _work(body, settings, [(ids, "")], options, field="messages")
+        raise invalid("tools: this server supports none: an empty list", param="tools", code="unsupported_parameter")
+    options = options_of(body, settings)
+    return _work(body, settings, [(_conversation(body, settings, tokenizer), "")], options, field="messages")
 
 
 def prepare_completion(body: CompletionRequest, settings: ServeSettings, tokenizer: Tokenizer) -> Work:
@@ -98,26 +100,13 @@ def prepare_completion(body: CompletionRequest, settings: ServeSettings, tokeniz
 
     Raises:
         ApiError: 400 or 404, naming the field.
-        UsageError: an option is out of range.
+        UsageError, CapacityError: an option is out of range, or a prompt does not fit.
     """
     if body.best_of not in (None, body.n or 1):
         raise invalid(f"best_of: got {body.best_of}, expected n: this server returns every choice", param="best_of")
-    options = _options(body, settings, logprobs=body.logprobs, max_tokens=_COMPLETION_TOKENS)
-    prompts: Sequence[Any] = body.prompt if _are_several(body.prompt) else [body.prompt]
-    if not prompts:
-        raise invalid("prompt: got an empty list, expected a text, token ids, or a list of either", param="prompt")
-    encoded = [_prompt(prompt, settings, tokenizer, with_text=bool(body.echo)) for prompt in prompts]
+    options = options_of(body, settings)
+    encoded = [_prompt(prompt, settings, tokenizer, with_text=bool(body.echo)) for prompt in body.prompt]
     return _work(body, settings, encoded, options, field="prompt")
-
-
-def unknown_model(name: str, settings: ServeSettings) -> ApiError:
-    """404: another model than the one that is served."""
-    message = f"model: got {name[:200]!r}, expected {settings.name!r}, the one that is served"
-    return ApiError(404, message, param="model", code="model_not_found")
-
-
-def _are_several(prompt: Any) -> bool:
-    return isinstance(prompt, list) and (not prompt or not isinstance(prompt[0], int))
 
 
 def _prompt(
@@ -127,19 +116,17 @@ def _prompt(
     if isinstance(prompt, str):
         if not prompt:
             raise invalid("prompt: got an empty text, expected one or more characters", param="prompt")
+        _check_length("prompt", len(prompt), settings)
         return tokenizer.encode(prompt), prompt if with_text else ""
-    _check_ids("prompt", prompt, settings.prompt_vocab_size)
+    check_ids("prompt", prompt, settings.prompt_vocab_size)
     return prompt, tokenizer.decode(prompt) if with_text else ""
 
 
-def _conversation(body: ChatRequest, tokenizer: Tokenizer) -> list[int]:
+def _conversation(body: ChatRequest, settings: ServeSettings, tokenizer: Tokenizer) -> list[int]:
     if not body.messages:
         raise invalid("messages: got an empty list, expected one message or more", param="messages")
-    messages = []
-    for message in body.messages:
-        content = message.content
-        text = "".join(part.text for part in content) if isinstance(content, list) else content or ""
-        messages.append({"role": message.role, "content": text})
+    messages = [{"role": message.role, "content": message.content or ""} for message in body.messages]
+    _check_length("messages", sum(len(message["content"]) for message in messages), settings)
     arguments = body.chat_template_kwargs or {}
     try:
         check_template_args("chat_template_kwargs", arguments)
@@ -149,32 +136,13 @@ def _conversation(body: ChatRequest, tokenizer: Tokenizer) -> list[int]:
         raise invalid(f"messages: the chat template refuses them: {why}", param="messages") from None
 
 
-def _options(
-    body: ChatRequest | CompletionRequest, settings: ServeSettings, *, logprobs: int | None, max_tokens: int
-) -> dict[str, Any]:
-    """The options of SamplingParams that the body asks for, but the seed."""
-    if body.model is not None and body.model not in (settings.name, *settings.other_names):
-        raise unknown_model(body.model, settings)
-    options: dict[str, Any] = {name: getattr(body, name) for name in _SAME_NAME if getattr(body, name) is not None}
-    options["temperature"] = _TEMPERATURE if body.temperature is None else body.temperature
-    options["max_tokens"] = max_tokens if body.max_tokens is None else body.max_tokens
-    options["accept_rule"] = body.accept_rule or settings.accept_rule
-    options["logprobs"] = logprobs
-    if body.top_k is not None:
-        options["top_k"] = 0 if body.top_k == -1 else body.top_k  # vLLM's name for all
-    stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
-    if len(stops) > _MOST_STOPS or any(len(stop) > _LONGEST_STOP for stop in stops):
-        raise invalid(f"stop: expected at most {_MOST_STOPS} texts of {_LONGEST_STOP} characters", param="stop")
-    options["stop"] = tuple(stops)
-    options["stop_token_ids"] = tuple(body.stop_token_ids or ())
-    biases = body.logit_bias or {}
-    for name in biases:
-        if not re.fullmatch("-?[0-9]{1,19}", name):
-            raise invalid(f"logit_bias: got the token id {name[:40]!r}, expected a whole number", param="logit_bias")
-    options["logit_bias"] = {int(name): bias for name, bias in biases.items()}
-    for field in ("stop_token_ids", "logit_bias"):
-        _check_ids(field, options[field], settings.vocab_size)
-    return options
+def _check_length(field: str, characters: int, settings: ServeSettings) -> None:
+    """Refuse what cannot fit before seconds are spent on encoding it."""
+    if characters > settings.longest_text:
+        raise CapacityError(
+            f"{field}: got {characters} characters, expected at most {settings.longest_text}, "
+            f"more than which the context of {settings.context} tokens never holds"
+        )
 
 
 def _work(
@@ -185,9 +153,7 @@ def _work(
     *,
     field: str,
 ) -> Work:
-    count = 1 if body.n is None else body.n
-    if not 1 <= count * len(prompts) <= _MOST_CHOICES:
-        raise invalid(f"n: got {count}, expected 1 to {_MOST_CHOICES // len(prompts) or 1}", param="n")
+    count = count_choices(body) // len(prompts)
     choices = []
     for ids, echo in prompts:
         if not ids:
@@ -199,7 +165,7 @@ def _work(
         for index in range(count):
             seed = {} if body.seed is None else {"seed": _seed(body.seed, index)}
             params = SamplingParams.from_options({**options, **seed})
-            limit = min(len(ids) + min(params.max_tokens, settings.max_tokens), settings.context)
+            limit = min(len(ids) + params.max_tokens, settings.context)
             choices.append(Choice(prompt=tuple(ids), params=params, limit=limit, echo=echo))
     return Work(
         choices=tuple(choices),
@@ -214,13 +180,3 @@ def _work(
 def _seed(seed: int, index: int) -> int:
     """Of one choice: the first has the request's, each further one the next; a seed out of range is left for others."""
     return seed if index == 0 else (seed + index) % 2**64
-
-
-def _check_ids(field: str, ids: Iterable[int], vocab_size: int) -> None:
-    """MLX checks no index: an id that the model lacks never gets there."""
-    for index in ids:
-        if not 0 <= index < vocab_size:
-            raise invalid(
-                f"{field}: got token id {index}, expected 0 to {vocab_size - 1}, of a vocabulary of {vocab_size}",
-                param=field,
-            )

@@ -1,7 +1,5 @@
 """What a server is started with."""
 
-from pathlib import Path
-
 import attrs
 
 from posttrainllm.adapters.params import AcceptRule
@@ -19,6 +17,9 @@ class ServeSettings:
     """Names that are taken as well: the path or id it was loaded by."""
     context: int
     """Most tokens of a prompt and its reply together."""
+    longest_text: int
+    """Characters that can fit the context, if every token were the longest one."""
+    max_body_bytes: int
     max_tokens: int
     """Most tokens of a reply."""
     accept_rule: AcceptRule
@@ -29,7 +30,6 @@ class ServeSettings:
     """Ids that the target can be fed."""
     api_key: str | None = attrs.field(repr=False)
     request_timeout_s: float | None
-    record_dir: Path | None
     created: int
     """When the server started, in seconds since 1970."""
     fingerprint: str

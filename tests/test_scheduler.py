@@ -348,7 +348,10 @@ def test_a_gate_under_way_does_not_keep_the_server_from_stopping(pair):
 
 
 def test_a_trace_whose_file_cannot_be_closed_costs_a_warning_and_no_answer(pair, tmp_path, caplog, monkeypatch):
+    real = TraceWriter.close
+
     def close(self):
+        real(self)
         raise TraceError("quota exceeded")
 
     monkeypatch.setattr(TraceWriter, "close", close)

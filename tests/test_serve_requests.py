@@ -5,6 +5,7 @@ import json
 
 import attrs
 import pytest
+from pydantic import ValidationError
 from starlette.requests import Request
 
 from posttrainllm.adapters.params import SamplingParams
@@ -24,7 +25,7 @@ SETTINGS = ServeSettings(
     name="a-model",
     other_names=("/where/it/is",),
     context=100,
-    longest_text=10_000,
+    longest_text=1000,
     max_body_bytes=2**20,
     max_tokens=50,
     accept_rule="coupled",
@@ -107,6 +108,41 @@ def test_a_length_that_is_none_is_not_believed(declared):
 # fields
 
 
+def count_errors(kind, body):
+    try:
+        kind.model_validate(body)
+    except ValidationError as error:
+        return error.error_count()
+    return 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (CompletionRequest, {"prompt": [{}] * 1000}),
+        (CompletionRequest, {"prompt": [[{}]] * 1000}),
+        (CompletionRequest, {"prompt": [["a"] * 1000]}),
+        (CompletionRequest, {"prompt": "x", "stop": [1] * 1000}),
+        (CompletionRequest, {"prompt": "x", "stop_token_ids": ["a"] * 1000}),
+        (CompletionRequest, {"prompt": "x", "logit_bias": dict.fromkeys(map(str, range(1000)), "a")}),
+        (ChatRequest, {"messages": [{}] * 1000}),
+        (ChatRequest, {"messages": [{"role": "user", "content": [{}] * 1000}]}),
+        (ChatRequest, {"messages": [], "modalities": ["x"] * 1000}),
+    ],
+)
+def test_the_errors_of_a_list_are_not_collected(tokenizer, kind, body):
+    """To collect those of a body of 8 MiB took minutes and gigabytes."""
+    assert count_errors(kind, body) < 10  # one a branch of a union
+    with pytest.raises(ApiError) as caught:
+        (prepare_chat if kind is ChatRequest else prepare_completion)(parse(kind, body), SETTINGS, tokenizer)
+    assert len(str(caught.value)) < 200
+
+
+def test_a_field_that_is_unknown_is_found_before_anything_is_checked():
+    with pytest.raises(ApiError, match="b: this server has no such field"):
+        parse(CompletionRequest, {"prompt": [{}], "b": 1, **{f"c{index}": 1 for index in range(1000)}})
+
+
 def test_whole_numbers_may_be_written_with_a_point(tokenizer):
     (choice,) = completion(tokenizer, max_tokens=7.0, seed=3.0, top_k=2.0, prompt=[5.0, 6]).choices
     assert (choice.params.max_tokens, choice.params.seed, choice.params.top_k) == (7, 3, 2)
@@ -122,6 +158,36 @@ def test_limits_are_those_of_the_server_and_of_the_context(tokenizer):
     assert chat(tokenizer).choices[0].limit == len(chat(tokenizer).choices[0].prompt) + 50
     with pytest.raises(CapacityError, match="got 100 tokens, expected fewer than the context of 100"):
         completion(tokenizer, prompt=[5] * 100)
+
+
+def test_a_text_that_cannot_fit_is_not_encoded(tokenizer):
+    """8 MiB take 20 s, and whoever comes next waits for the same thread."""
+    encoded = []
+    watched = attrs.evolve(tokenizer, backend=Watched(tokenizer.backend, encoded))
+    for text, characters in (("a" * 1001, 1001), ("word " * 10**5, 5 * 10**5)):
+        with pytest.raises(CapacityError, match=rf"got {characters} characters, expected at most 1000, .* 100 tokens"):
+            completion(watched, prompt=["x", text])
+        with pytest.raises(CapacityError, match="messages: got"):
+            chat(watched, messages=[{"role": "user", "content": text}])
+    assert encoded == ["x", "x"]
+    with pytest.raises(CapacityError, match=r"prompt: got \d+ tokens"):
+        completion(watched, prompt=["a b " * 250, "y"])
+    assert encoded[2:] == ["a b " * 250]  # and no more of the list than is needed to refuse it
+
+
+@attrs.define
+class Watched:
+    """A tokenizer that tells what it was given."""
+
+    backend: object
+    encoded: list
+
+    def encode(self, text, **options):
+        self.encoded.append(text)
+        return self.backend.encode(text, **options)
+
+    def __getattr__(self, name):
+        return getattr(self.backend, name)
 
 
 def test_what_is_not_said_is_as_in_openais_api_and_the_servers_rule(tokenizer):

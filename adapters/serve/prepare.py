@@ -84,7 +84,7 @@ def prepare_chat(body: ChatRequest, settings: ServeSettings, tokenizer: Tokenize
     if body.tools and body.tool_choice != "none":
         raise invalid("tools: this server supports none: an empty list", param="tools", code="unsupported_parameter")
     options = options_of(body, settings)
-    return _work(body, settings, [(_conversation(body, settings, tokenizer), "")], options, field="messages")
+    return _work(body, settings, [(_conversation(body, settings, tokenizer), "")], options)
 
 
 def prepare_completion(body: CompletionRequest, settings: ServeSettings, tokenizer: Tokenizer) -> Work:
@@ -106,7 +106,7 @@ def prepare_completion(body: CompletionRequest, settings: ServeSettings, tokeniz
         raise invalid(f"best_of: got {body.best_of}, expected n: this server returns every choice", param="best_of")
     options = options_of(body, settings)
     encoded = [_prompt(prompt, settings, tokenizer, with_text=bool(body.echo)) for prompt in body.prompt]
-    return _work(body, settings, encoded, options, field="prompt")
+    return _work(body, settings, encoded, options)
 
 
 def _prompt(
@@ -116,9 +116,12 @@ def _prompt(
     if isinstance(prompt, str):
         if not prompt:
             raise invalid("prompt: got an empty text, expected one or more characters", param="prompt")
-        _check_length("prompt", len(prompt), settings)
-        return tokenizer.encode(prompt), prompt if with_text else ""
+        _check_text("prompt", len(prompt), settings)
+        ids = tokenizer.encode(prompt)
+        _check_length("prompt", ids, settings)
+        return ids, prompt if with_text else ""
     check_ids("prompt", prompt, settings.prompt_vocab_size)
+    _check_length("prompt", prompt, settings)
     return prompt, tokenizer.decode(prompt) if with_text else ""
 
 
@@ -126,17 +129,27 @@ def _conversation(body: ChatRequest, settings: ServeSettings, tokenizer: Tokeniz
     if not body.messages:
         raise invalid("messages: got an empty list, expected one message or more", param="messages")
     messages = [{"role": message.role, "content": message.content or ""} for message in body.messages]
-    _check_length("messages", sum(len(message["content"]) for message in messages), settings)
+    _check_text("messages", sum(len(message["content"]) for message in messages), settings)
     arguments = body.chat_template_kwargs or {}
     try:
         check_template_args("chat_template_kwargs", arguments)
-        return tokenizer.encode_chat(messages, arguments)
+        ids = tokenizer.encode_chat(messages, arguments)
     except CheckpointError as error:
         why = str(error).rpartition("cannot be used: ")[2]  # what stands before it is a path of this machine
         raise invalid(f"messages: the chat template refuses them: {why}", param="messages") from None
+    _check_length("messages", ids, settings)
+    return ids
 
 
-def _check_length(field: str, characters: int, settings: ServeSettings) -> None:
+def _check_length(field: str, ids: Sequence[int], settings: ServeSettings) -> None:
+    """Refuse a prompt of nothing, and one that leaves no room for a reply."""
+    if not ids:
+        raise invalid(f"{field}: got no token, expected one or more", param=field)
+    if len(ids) >= settings.context:
+        raise CapacityError(f"{field}: got {len(ids)} tokens, expected fewer than the context of {settings.context}")
+
+
+def _check_text(field: str, characters: int, settings: ServeSettings) -> None:
     """Refuse what cannot fit before seconds are spent on encoding it."""
     if characters > settings.longest_text:
         raise CapacityError(
@@ -150,18 +163,10 @@ def _work(
     settings: ServeSettings,
     prompts: Sequence[tuple[list[int], str]],
     options: dict[str, Any],
-    *,
-    field: str,
 ) -> Work:
     count = count_choices(body) // len(prompts)
     choices = []
     for ids, echo in prompts:
-        if not ids:
-            raise invalid(f"{field}: got no token, expected one or more", param=field)
-        if len(ids) >= settings.context:
-            raise CapacityError(
-                f"{field}: got {len(ids)} tokens, expected fewer than the context of {settings.context}"
-            )
         for index in range(count):
             seed = {} if body.seed is None else {"seed": _seed(body.seed, index)}
             params = SamplingParams.from_options({**options, **seed})

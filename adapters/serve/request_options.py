@@ -13,7 +13,7 @@ from posttrainllm.adapters.serve.settings import ServeSettings
 __all__ = ["check_ids", "options_of", "unknown_model"]
 
 _MOST_STOPS = 64
-_LONGEST_STOP = 4096
+_LONGEST_STOP = 256  # the engine's thread holds text back against it
 _COMPLETION_TOKENS = 16  # as OpenAI's API has it where a request says nothing
 _TEMPERATURE = 1.0  # the same
 _SAME_NAME = ("top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "ignore_eos")

@@ -53,6 +53,13 @@ def _content(value: Any) -> str:
     return "".join(part["text"] for part in parts)
 
 
+def _text_alone(value: Any) -> list[str]:
+    """["text"]: what is answered anyway."""
+    if not isinstance(value, list) or any(entry != "text" for entry in value):
+        raise ValueError
+    return value
+
+
 def _texts(value: Any) -> list[str]:
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
@@ -153,7 +160,7 @@ class ChatRequest(_Request):
     parallel_tool_calls: bool | None = None
     functions: Annotated[list[Any] | None, Field(max_length=0)] = None
     function_call: Literal["none", "auto"] | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: Annotated[list[str], PlainValidator(_text_alone)] | None = None
 
 
 class CompletionRequest(_Request):

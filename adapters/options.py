@@ -26,7 +26,7 @@ __all__ = [
 _RESERVED = {
     *("add_generation_prompt", "chat_template", "continue_final_message", "conversation", "messages", "padding"),
     *("return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenize", "tokenizer_kwargs", "truncation"),
-    "max_length",
+    *("documents", "max_length", "tools"),
 }
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 

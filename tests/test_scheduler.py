@@ -1,6 +1,7 @@
 """The engine's thread, driven on the test's own: `run` returns once the admission is closed."""
 
 import logging
+import time
 
 import attrs
 import pytest
@@ -9,12 +10,13 @@ from support import decode, tiny_pair
 from posttrainllm.adapters.engine import Engine
 from posttrainllm.adapters.gate.standing import Standing
 from posttrainllm.adapters.params import SamplingParams
+from posttrainllm.adapters.replay.writer import TraceWriter
 from posttrainllm.adapters.serve.admission import Admission
 from posttrainllm.adapters.serve.errors import ApiError
 from posttrainllm.adapters.serve.jobs import Job
 from posttrainllm.adapters.serve.recordings import Recordings
 from posttrainllm.adapters.serve.scheduler import Scheduler
-from posttrainllm.kernel.errors import MemoryLimitError, NonFiniteError, UsageError
+from posttrainllm.kernel.errors import MemoryLimitError, NonFiniteError, TraceError, UsageError
 
 CAPACITY, WIDTH = 256, 4
 NOT_GATED = Standing(enabled=True, verdict="not gated", reason=None)
@@ -39,6 +41,7 @@ class Client:
             params=params,
             limit=len(prompt) + tokens,
             speculate=speculate,
+            since=time.perf_counter(),
             deliver=self.take,
         )
 
@@ -71,6 +74,11 @@ def scheduler_of(pair, *, slots=2, queue=64, standing=NOT_GATED, full_gate=None,
     return Scheduler(engine_for, standing, admission, recordings=recordings, full_gate=full_gate)
 
 
+def admit(admission, *clients):
+    with admission.room(len(clients)) as put:
+        put([client.job for client in clients])
+
+
 def run(scheduler, *clients):
     """Serve all of them, then stop."""
 
@@ -81,7 +89,7 @@ def run(scheduler, *clients):
     for client in clients:
         first = client.then
         client.then = (lambda it, first=first: (first(it), stop_at_the_end(it))) if first else stop_at_the_end
-        scheduler.admission.put([client.job])
+        admit(scheduler.admission, client)
     scheduler.run()
     return clients
 
@@ -130,7 +138,7 @@ def test_a_row_whose_client_left_is_free_after_the_step_under_way(pair):
     scheduler = scheduler_of(pair, slots=1)
     waiting.then = lambda client: client.ended and scheduler.admission.close()
     for client in (gone, waiting):
-        scheduler.admission.put([client.job])
+        admit(scheduler.admission, client)
     scheduler.run()
     assert len(gone.ids) == gone.ids_when_left < 200
     assert len(waiting.ids) == 5
@@ -139,7 +147,7 @@ def test_a_row_whose_client_left_is_free_after_the_step_under_way(pair):
 def test_a_client_that_leaves_while_its_prompt_is_read_frees_its_row(pair):
     long = Client(PROMPTS[3], tokens=50)
     scheduler = scheduler_of(pair, slots=1)
-    scheduler.admission.put([long.job])
+    admit(scheduler.admission, long)
     assert scheduler._turn()  # the first of its chunks
     long.job.cancelled = True
     (other,) = run(scheduler, Client(tokens=5))
@@ -150,15 +158,15 @@ def test_a_client_that_leaves_while_its_prompt_is_read_frees_its_row(pair):
 def test_a_client_that_leaves_while_it_waits_is_never_run_and_makes_room(pair):
     scheduler = scheduler_of(pair, slots=1, queue=1)
     first, gone, last = Client(tokens=30), Client(), Client(tokens=5)
-    scheduler.admission.put([first.job])
-    scheduler.admission.put([gone.job])
+    admit(scheduler.admission, first)
+    admit(scheduler.admission, gone)
     with pytest.raises(ApiError, match="the server is busy") as caught:
-        scheduler.admission.put([last.job])
+        admit(scheduler.admission, last)
     assert caught.value.status == 429
     assert int(caught.value.headers["retry-after"]) >= 1
     gone.job.cancelled = True
     last.then = lambda client: client.ended and scheduler.admission.close()
-    scheduler.admission.put([last.job])
+    admit(scheduler.admission, last)
     scheduler.run()
     assert gone.updates == []
     assert (len(first.ids), len(last.ids)) == (30, 5)
@@ -167,8 +175,21 @@ def test_a_client_that_leaves_while_it_waits_is_never_run_and_makes_room(pair):
 def test_more_choices_than_the_server_holds_are_refused_for_good():
     admission = Admission(slots=2, queue=3)
     with pytest.raises(UsageError, match="n: got 6 choices in all, expected at most 5"):
-        admission.put([Client().job for _ in range(6)])
-    admission.put([Client().job for _ in range(5)])
+        admit(admission, *(Client() for _ in range(6)))
+    admit(admission, *(Client() for _ in range(5)))
+
+
+def test_room_that_was_kept_and_not_used_is_given_back():
+    admission = Admission(slots=1, queue=0)
+    with (
+        admission.room(1),
+        pytest.raises(ApiError, match="got 1 choice, expected at most 0 for now"),
+        admission.room(1),
+    ):
+        pass
+    with admission.room(1):
+        pass
+    assert admission.counts == (0, 0)
 
 
 def test_an_engine_that_fails_ends_everything_under_way_and_takes_nothing_more(pair, monkeypatch):
@@ -182,15 +203,30 @@ def test_an_engine_that_fails_ends_everything_under_way_and_takes_nothing_more(p
     monkeypatch.setattr(Engine, "step", step)
     running, waiting = Client(), Client()
     for client in (running, waiting):
-        scheduler.admission.put([client.job])
+        admit(scheduler.admission, client)
     with pytest.raises(RuntimeError, match="the device is gone"):
         scheduler.run()
     for client in (running, waiting):
         assert client.updates[-1].error.status == 500
     with pytest.raises(ApiError) as caught:
-        scheduler.admission.put([Client().job])
+        admit(scheduler.admission, Client())
     assert caught.value.status == 500
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize("where", ["prefill", "place"])
+def test_an_engine_that_fails_on_a_prompt_tells_whoever_asked(pair, monkeypatch, where):
+    scheduler = scheduler_of(pair)
+
+    def fail(self, *_):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(Engine, where, fail)
+    client = Client()
+    admit(scheduler.admission, client)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        scheduler.run()
+    assert client.updates[-1].error.status == 500
 
 
 def test_logits_that_are_not_finite_end_their_own_request_alone(pair, monkeypatch):
@@ -214,7 +250,7 @@ def test_whoever_waits_when_the_server_stops_is_told(pair):
     late = Client()
     first = Client(tokens=50, then=lambda _: scheduler.admission.close())
     for client in (first, late):
-        scheduler.admission.put([client.job])
+        admit(scheduler.admission, client)
     scheduler.run()
     assert first.updates[-1].error.status == late.updates[-1].error.status == 503
 
@@ -224,7 +260,7 @@ def test_requests_are_answered_between_the_steps_of_the_idle_gate(pair):
 
     def gate(*, progress):
         late = Client(tokens=12)
-        scheduler.admission.put([late.job])
+        admit(scheduler.admission, late)
         progress("anything", 0, 1)
         progressed.append(late)
         scheduler.admission.close()
@@ -241,7 +277,7 @@ def test_a_broken_verdict_leads_to_plain_decoding_at_width_1_after_one_warning(p
     client = Client(tokens=12)
 
     def gate(*, progress):
-        scheduler.admission.put([client.job])
+        admit(scheduler.admission, client)
         client.then = lambda it: it.ended and scheduler.admission.close()
         return Standing(enabled=False, verdict="broken", reason="position 7 differs")
 
@@ -258,7 +294,7 @@ def test_a_broken_verdict_leads_to_plain_decoding_at_width_1_after_one_warning(p
         "verdict": "broken",
     }
     warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert warnings == ["speculation is switched off: position 7 differs"]
+    assert warnings == ["speculation is switched off: position 7 differs (`posttrainllm gate --fresh` looks again)"]
 
 
 def test_a_gate_that_cannot_run_leaves_the_server_as_it_is(pair, caplog):
@@ -272,6 +308,35 @@ def test_a_gate_that_cannot_run_leaves_the_server_as_it_is(pair, caplog):
     assert "not enough memory for the gate" in caplog.text
 
 
+def test_a_gate_that_fails_in_its_own_way_leaves_the_server_as_it_is(pair, caplog):
+    def gate(*, progress):
+        admit(scheduler.admission, client)
+        raise OSError("the disk is full")
+
+    scheduler = scheduler_of(pair, full_gate=gate)
+    client = Client(tokens=7, then=lambda it: it.ended and scheduler.admission.close())
+    scheduler.run()
+    assert len(client.ids) == 7
+    assert "the disk is full" in caplog.text
+
+
+@pytest.mark.parametrize("error", [RuntimeError("the device is gone"), MemoryLimitError("no memory")])
+def test_an_engine_that_fails_while_the_gate_is_under_way_is_no_failure_of_the_gate(pair, monkeypatch, error):
+    def gate(*, progress):
+        admit(scheduler.admission, client)
+        progress("anything", 0, 1)
+        raise AssertionError("it went on")
+
+    def step(self):
+        raise error
+
+    monkeypatch.setattr(Engine, "step", step)
+    scheduler, client = scheduler_of(pair, full_gate=gate), Client()
+    with pytest.raises(type(error)):
+        scheduler.run()
+    assert client.updates[-1].error.status == 500
+
+
 def test_a_gate_under_way_does_not_keep_the_server_from_stopping(pair):
     def gate(*, progress):
         scheduler.admission.close()
@@ -280,6 +345,19 @@ def test_a_gate_under_way_does_not_keep_the_server_from_stopping(pair):
 
     scheduler = scheduler_of(pair, full_gate=gate)
     scheduler.run()
+
+
+def test_a_trace_whose_file_cannot_be_closed_costs_a_warning_and_no_answer(pair, tmp_path, caplog, monkeypatch):
+    real = TraceWriter.close
+
+    def close(self):
+        real(self)
+        raise TraceError("quota exceeded")
+
+    monkeypatch.setattr(TraceWriter, "close", close)
+    (client,) = run(scheduler_of(pair, folder=tmp_path), Client(tokens=9))
+    assert len(client.ids) == 9
+    assert "quota exceeded" in caplog.text
 
 
 def test_a_trace_that_cannot_be_written_costs_a_warning_and_no_answer(pair, tmp_path, caplog):

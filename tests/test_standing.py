@@ -434,7 +434,7 @@ def test_a_process_that_outlives_its_sources_keeps_verdicts_of_the_code_that_it_
 @pytest.mark.slow
 def test_the_embedded_pair_is_provisional_at_boot_and_passes_in_idle_time(embedded_pair):
     """All 100 prompts in one row take minutes; their verdict in other shapes is a test of the gate."""
-    shape, full = Shape(rows=1, capacity=1280, draft_k=4), Extent(prompts=24, max_tokens=64, drawn=4)
+    shape, full = Shape(rows=1, capacity=1280, draft_k=4), Extent(prompts=12, max_tokens=32, drawn=2)
     found, later = boot_standing(embedded_pair, shape, "auto", full=full)
     assert (found.enabled, found.verdict, later) == (True, "provisional", True), found.reason
     passed = full_standing(embedded_pair, shape, full=full)

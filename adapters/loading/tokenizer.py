@@ -28,6 +28,8 @@ class Tokenizer:
     """Tokens added to the trained vocabulary."""
     special_ids: frozenset[int] = frozenset()
     """Those of them that are no text."""
+    anchor: int | None = None
+    """An id of plain text, for the left context of another; None where there is none."""
 
     @property
     def size(self) -> int:
@@ -72,8 +74,14 @@ class Tokenizer:
         return str(self.backend.decode(list(ids), skip_special_tokens=True))
 
     def piece(self, index: int) -> str:
-        """Text of one id, a special one's name included; a part of a character is U+FFFD."""
-        return str(self.backend.decode([index], skip_special_tokens=False))
+        """Text of one id inside a text, a special one's name included; a part of a character is U+FFFD."""
+        if self.anchor is None:
+            return str(self.backend.decode([index], skip_special_tokens=False))
+        # some decoders strip the space that a text begins with
+        before, both = (
+            str(self.backend.decode(ids, skip_special_tokens=False)) for ids in ([self.anchor], [self.anchor, index])
+        )
+        return both.removeprefix(before)
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
@@ -94,6 +102,7 @@ def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
         backend = load(checkpoint.path, {"trust_remote_code": False})
         vocabulary = {index: piece for piece, index in backend.get_vocab().items()}
         added = dict(getattr(backend, "added_tokens_decoder", {}))
+        plain = backend.encode("a", add_special_tokens=False)
     if not vocabulary:
         raise CheckpointError(f"{checkpoint.path}: its tokenizer has no vocabulary")
     eos_ids = set(backend.eos_token_ids) | _eos_ids(checkpoint.path / "config.json", checkpoint.config)
@@ -107,6 +116,7 @@ def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
         eos_ids=frozenset(eos_ids),
         added_ids=frozenset(added),
         special_ids=frozenset(index for index, token in added.items() if token.special),
+        anchor=plain[-1] if plain else None,
     )
 
 

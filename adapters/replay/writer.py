@@ -102,7 +102,10 @@ class TraceWriter:
 
     def close(self) -> None:
         """Close the file; a trace without an end replays as far as it goes."""
-        self._file.close()
+        try:
+            self._file.close()
+        except OSError as error:
+            raise self._failed(error) from None
 
     def __enter__(self) -> "TraceWriter":
         return self

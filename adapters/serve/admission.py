@@ -1,9 +1,9 @@
 """The bounded line between those who ask and the engine's thread."""
 
 import threading
-import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from posttrainllm.adapters.serve.errors import busy, stopped
 from posttrainllm.adapters.serve.jobs import Job
@@ -24,62 +24,85 @@ class Admission:
 
     def __init__(self, *, slots: int, queue: int) -> None:
         self._slots, self._queue = slots, queue
-        self._waiting: deque[tuple[Job, float]] = deque()
-        self._in_rows = 0
+        self._waiting: deque[Job] = deque()
+        self._in_rows = self._reserved = 0
         self._mean_s = 1.0  # of a choice in its row; what Retry-After is reckoned from
         self._changed = threading.Condition()
         self._closed: Exception | None = None
 
     @property
     def counts(self) -> tuple[int, int]:
-        """How many choices are in rows, and how many wait."""
+        """How many choices are in rows, and how many wait or are being encoded."""
         with self._changed:
-            return self._in_rows, len(self._waiting)
+            return self._in_rows, len(self._waiting) + self._reserved
 
     @property
     def closed(self) -> Exception | None:
         """Why nothing is taken any more; None while it is."""
         return self._closed
 
-    def put(self, jobs: Sequence[Job]) -> None:
-        """Let all choices of a request wait for rows, or none.
+    @contextmanager
+    def room(self, count: int) -> Iterator[Callable[[Sequence[Job]], None]]:
+        """Keep room for the choices of a request while its prompts are encoded.
 
         Args:
-            jobs: in the order in which they are to run.
+            count: how many.
+
+        Yields:
+            What lets all of them wait for rows, to be called once; without that the room is given back.
 
         Raises:
             UsageError: they can never fit.
-            ApiError: there is no room now (429), or the server has stopped (500 or 503).
+            ApiError: there is no room now (429), or the server has stopped (500 or 503); calling raises the last, too.
         """
+        self._reserve(count)
+        left = count
+
+        def put(jobs: Sequence[Job]) -> None:
+            nonlocal left
+            with self._changed:
+                if self._closed is not None:
+                    raise self._closed
+                self._waiting.extend(jobs)
+                self._reserved -= left
+                left = 0
+                self._changed.notify_all()
+
+        try:
+            yield put
+        finally:
+            with self._changed:
+                self._reserved -= left
+
+    def _reserve(self, count: int) -> None:
         with self._changed:
             if self._closed is not None:
                 raise self._closed
             self.drop_cancelled()
             most = self._slots + self._queue
-            if len(jobs) > most:
-                raise UsageError(f"n: got {len(jobs)} choices in all, expected at most {most}: what this server holds")
-            if self._in_rows + len(self._waiting) + len(jobs) > most:
-                wait = self._mean_s * (len(self._waiting) + 1) / self._slots
-                raise busy(len(self._waiting), min(max(round(wait), 1), _LONGEST_RETRY_S))
-            now = time.perf_counter()
-            self._waiting.extend((job, now) for job in jobs)
-            self._changed.notify_all()
+            if count > most:
+                raise UsageError(f"n: got {count} choices in all, expected at most {most}: what this server holds")
+            ahead = len(self._waiting) + self._reserved
+            if self._in_rows + ahead + count > most:
+                wait = self._mean_s * (ahead + 1) / self._slots
+                raise busy(count, most - self._in_rows - ahead, min(max(round(wait), 1), _LONGEST_RETRY_S))
+            self._reserved += count
 
-    def take(self) -> tuple[Job, float] | None:
-        """The next choice that is still wanted, and how many seconds it waited; None where there is none."""
+    def take(self) -> Job | None:
+        """The next choice that is still wanted; None where there is none."""
         with self._changed:
             while self._waiting:
-                job, since = self._waiting.popleft()
+                job = self._waiting.popleft()
                 if not job.cancelled:
                     self._in_rows += 1
-                    return job, time.perf_counter() - since
+                    return job
             return None
 
     def drop_cancelled(self) -> None:
         """Forget the waiting choices that nobody wants any more."""
         with self._changed:
-            if any(job.cancelled for job, _ in self._waiting):
-                self._waiting = deque(entry for entry in self._waiting if not entry[0].cancelled)
+            if any(job.cancelled for job in self._waiting):
+                self._waiting = deque(job for job in self._waiting if not job.cancelled)
 
     def left(self, seconds: float) -> None:
         """A choice has left its row.
@@ -109,5 +132,5 @@ class Admission:
     def take_all(self) -> list[Job]:
         """Everything that waits, which nobody will run."""
         with self._changed:
-            waiting, self._waiting = [job for job, _ in self._waiting], deque()
+            waiting, self._waiting = list(self._waiting), deque()
             return waiting

@@ -6,9 +6,8 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
-from pydantic import BaseModel
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -20,10 +19,11 @@ from starlette.routing import Route
 from posttrainllm.adapters.loading.tokenizer import Tokenizer
 from posttrainllm.adapters.runtime import LOGGER
 from posttrainllm.adapters.serve.answers import EventStream, events, whole_answer
-from posttrainllm.adapters.serve.body import read_object
+from posttrainllm.adapters.serve.body import parse_object, read_body
 from posttrainllm.adapters.serve.errors import ApiError, as_api_error, one_line
 from posttrainllm.adapters.serve.formats import ChatFormat, CompletionFormat, Format
-from posttrainllm.adapters.serve.prepare import Work, prepare_chat, prepare_completion, unknown_model
+from posttrainllm.adapters.serve.prepare import Work, count_choices, prepare_chat, prepare_completion
+from posttrainllm.adapters.serve.request_options import unknown_model
 from posttrainllm.adapters.serve.scheduler import Scheduler
 from posttrainllm.adapters.serve.schema import ChatRequest, CompletionRequest, parse
 from posttrainllm.adapters.serve.settings import ServeSettings
@@ -34,6 +34,7 @@ from posttrainllm.kernel.errors import PosttrainllmError
 __all__ = ["make_app"]
 
 _CLIENT_GONE = 499  # nobody reads it
+_Result = TypeVar("_Result")
 _Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
 _Prepare: TypeAlias = Callable[[Any, ServeSettings, Tokenizer], Work]
 
@@ -42,7 +43,7 @@ def make_app(scheduler: Scheduler, settings: ServeSettings, *, cors_origins: tup
     """The ASGI application.
 
     Args:
-        scheduler: runs on a thread of its own.
+        scheduler: runs on another thread.
         settings: what requests are held against.
         cors_origins: origins whose pages may read the answers; "*" is every one.
 
@@ -133,39 +134,47 @@ class _Api:
         self,
         request: Request,
         prefix: str,
-        kind: type[BaseModel],
+        kind: type[ChatRequest] | type[CompletionRequest],
         prepare: _Prepare,
-        shape_of: Callable[..., Format],
+        shape_of: type[Format],
     ) -> Response:
-        started = time.perf_counter()
+        arrived = time.perf_counter()
         request_id = request.state.id = f"{prefix}-{secrets.token_hex(12)}"
-        body = parse(kind, await read_object(request))
-        LOGGER.debug("%s: %s", request_id, body)
-        tokenizer, settings = self._scheduler.engine.pair.tokenizer, self._settings
-        loop = asyncio.get_running_loop()
-        work = await loop.run_in_executor(self._encoder, prepare, body, settings, tokenizer)
-        submission = Submission(self._scheduler.admission, work, request_id, settings.request_timeout_s)
-        shape = shape_of(
-            request_id=request_id,
-            created=int(time.time()),
-            model=settings.name,
-            fingerprint=f"{settings.fingerprint}-w{self._scheduler.engine.width}",
-            tokenizer=tokenizer,
-        )
-        headers = {"x-request-id": request_id}
-
-        def finish() -> None:
-            submission.close()
-            LOGGER.info("%s %s, %.3f s", request.url.path, submission.summary, time.perf_counter() - started)
-
-        if work.stream:
-            return EventStream(events(submission, work, shape), finish, headers)
+        settings, scheduler = self._settings, self._scheduler
+        tokenizer = scheduler.engine.pair.tokenizer
+        data = await read_body(request, settings.max_body_bytes)
         try:
-            return JSONResponse(await unless_gone(request, whole_answer(submission, work, shape)), headers=headers)
+            body = await unless_gone(request, self._aside(lambda: parse(kind, parse_object(data))))
+            LOGGER.debug("%s: %s", request_id, body)
+            with scheduler.admission.room(count_choices(body)) as put:
+                work = await unless_gone(request, self._aside(lambda: prepare(body, settings, tokenizer)))
+                seconds = settings.request_timeout_s
+                submission = Submission(put, work, request_id, arrived=arrived, seconds=seconds)
+            shape = shape_of(
+                request_id=request_id,
+                created=int(time.time()),
+                model=settings.name,
+                fingerprint=lambda: f"{settings.fingerprint}-w{scheduler.engine.width}",
+                tokenizer=tokenizer,
+            )
+            headers = {"x-request-id": request_id}
+
+            def finish() -> None:
+                submission.close()
+                LOGGER.info("%s %s", request.url.path, submission.summary)
+
+            if work.stream:
+                return EventStream(events(submission, work, shape), finish, headers)
+            try:
+                return JSONResponse(await unless_gone(request, whole_answer(submission, work, shape)), headers=headers)
+            finally:
+                finish()
         except ClientGoneError:
             return Response(status_code=_CLIENT_GONE)
-        finally:
-            finish()
+
+    async def _aside(self, work: Callable[[], _Result]) -> _Result:
+        """Parse or encode on the encoder's thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._encoder, work)
 
     def _check_key(self, request: Request) -> None:
         if self._settings.api_key is None:
@@ -199,8 +208,8 @@ class _Api:
 def _refusal(request: Request, error: ApiError) -> Response:
     """An error in OpenAI's shape."""
     request_id = getattr(request.state, "id", None) or f"req-{secrets.token_hex(12)}"
-    LOGGER.info("%s %s: %d %s", one_line(request.url.path), request_id, error.status, error.param or error.code or "")
-    LOGGER.debug("%s: %s", request_id, error)  # it can quote the prompt
+    LOGGER.info("%s %s: %d %s", one_line(request.url.path), request_id, error.status, error.code or "")
+    LOGGER.debug("%s: %s", request_id, error)  # it quotes the client
     return JSONResponse(error.body(), status_code=error.status, headers={**error.headers, "x-request-id": request_id})
 
 

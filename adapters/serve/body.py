@@ -9,58 +9,63 @@ from starlette.requests import ClientDisconnect, Request
 
 from posttrainllm.adapters.serve.errors import ApiError, invalid
 
-__all__ = ["MAX_BODY_BYTES", "read_object"]
+__all__ = ["parse_object", "read_body"]
 
-MAX_BODY_BYTES = 8 * 2**20
 _BODY_S = 30.0
 _DEEPEST = 64
-_MOST_VALUES = 2**20  # what follows takes microseconds a value, and other streams wait for it
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # UTF-8 has none: only an escape can be half a pair
 
 
-async def read_object(request: Request, *, seconds: float = _BODY_S) -> dict[str, Any]:
-    """Read and parse a body.
+async def read_body(request: Request, most: int, *, seconds: float = _BODY_S) -> bytes:
+    """Read a body whole.
 
     Args:
         request: whose body was not read yet.
+        most: bytes.
         seconds: how long it may take to arrive.
+
+    Returns:
+        The bytes.
+
+    Raises:
+        ApiError: 400 for another type than JSON, 408 for a body that does not come, 413 for one that is too large.
+    """
+    kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if kind != "application/json" and not kind.endswith("+json"):
+        raise invalid(f"content-type: got {kind[:60]!r}, expected application/json")
+    declared = request.headers.get("content-length", "")
+    if re.fullmatch("[0-9]{1,18}", declared) and int(declared) > most:  # others are only counted
+        raise _too_large(f"{declared} bytes", most)
+    data = bytearray()
+    try:
+        async with asyncio.timeout(seconds):
+            async for piece in request.stream():
+                data += piece
+                if len(data) > most:
+                    raise _too_large("more", most)
+    except TimeoutError:
+        raise ApiError(408, f"got no whole body in {seconds:g} s", code="request_timeout") from None
+    except ClientDisconnect:
+        raise invalid("the client left before its body was whole") from None
+    return bytes(data)
+
+
+def _too_large(got: str, most: int) -> ApiError:
+    return ApiError(413, f"body: got {got}, expected at most {most} bytes", code="body_too_large")
+
+
+def parse_object(data: bytes) -> dict[str, Any]:
+    """Parse a body.
+
+    Args:
+        data: of `read_body`.
 
     Returns:
         The JSON object.
 
     Raises:
-        ApiError: 400 for what is no JSON object, 408 for a body that does not come, 413 for one that is too large.
+        ApiError: 400: it is none, or holds what is no text.
     """
-    kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
-    if kind != "application/json" and not kind.endswith("+json"):
-        raise invalid(f"content-type: got {kind[:60]!r}, expected application/json")
-    try:
-        async with asyncio.timeout(seconds):
-            data = await _read(request)
-    except TimeoutError:
-        raise ApiError(408, f"got no whole body in {seconds:g} s", code="request_timeout") from None
-    except ClientDisconnect:
-        raise invalid("the client left before its body was whole") from None
-    return _parse(data)
-
-
-async def _read(request: Request) -> bytes:
-    declared = request.headers.get("content-length", "")
-    if re.fullmatch("[0-9]{1,18}", declared) and int(declared) > MAX_BODY_BYTES:  # others are only counted
-        raise _too_large(f"{declared} bytes")
-    data = bytearray()
-    async for piece in request.stream():
-        data += piece
-        if len(data) > MAX_BODY_BYTES:
-            raise _too_large("more")
-    return bytes(data)
-
-
-def _too_large(got: str) -> ApiError:
-    return ApiError(413, f"body: got {got}, expected at most {MAX_BODY_BYTES} bytes", code="body_too_large")
-
-
-def _parse(data: bytes) -> dict[str, Any]:
     try:
         value = json.loads(data.decode("utf-8"), parse_constant=_no_number)
     except UnicodeDecodeError as error:
@@ -71,7 +76,7 @@ def _parse(data: bytes) -> dict[str, Any]:
         raise invalid(f"body: got no JSON: {error}") from None
     if not isinstance(value, dict):
         raise invalid(f"body: got JSON of type {type(value).__name__}, expected an object")
-    _check_size(value)
+    _check_depth(value)
     if _SURROGATE.search(data):
         try:
             json.dumps(value, ensure_ascii=False).encode()
@@ -84,16 +89,12 @@ def _no_number(name: str) -> NoReturn:
     raise ValueError(f"{name} is no number of JSON")
 
 
-def _check_size(value: dict[str, Any]) -> None:
-    """Bound how deep and how many values are; without recursion."""
-    count = 0
-    left: list[tuple[dict[str, Any] | list[Any], int]] = [(value, 1)]
+def _check_depth(value: dict[str, Any]) -> None:
+    """Bound how deep lists and objects are nested; without recursion."""
+    left: list[tuple[Any, int]] = [(value, 1)]
     while left:
         container, depth = left.pop()
         if depth > _DEEPEST:
             raise invalid(f"body: got JSON nested more than {_DEEPEST} deep")
-        count += len(container)
-        if count > _MOST_VALUES:
-            raise invalid(f"body: got more than {_MOST_VALUES} values, expected at most as many")
         children = container.values() if isinstance(container, dict) else container
         left += [(child, depth + 1) for child in children if isinstance(child, (dict, list))]

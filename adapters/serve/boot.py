@@ -10,6 +10,7 @@ from typing import Any
 import attrs
 
 from posttrainllm.adapters.engine import Engine, capacity_for
+from posttrainllm.adapters.gate.heed import AGAIN
 from posttrainllm.adapters.gate.paths import Shape
 from posttrainllm.adapters.gate.standing import GateMode, Standing, boot_standing, full_standing
 from posttrainllm.adapters.loading.pair import Pair, load_pair
@@ -26,6 +27,7 @@ from posttrainllm.kernel.errors import GateError, UsageError
 __all__ = ["ServeOptions", "Served", "boot"]
 
 _DEFAULT_CONTEXT = 4096
+_BODY_BYTES, _BODY_BYTES_A_TOKEN = 2**20, 64  # 1.25 MiB for a context of 4096
 
 
 @attrs.frozen(kw_only=True)
@@ -87,7 +89,9 @@ def boot(options: ServeOptions) -> Served:
     if unfinished:
         full_gate = partial(full_standing, pair, shape)
     if pair.draft is not None and not standing.enabled:
-        LOGGER.warning("speculation is switched off: %s", standing.reason)
+        LOGGER.warning("speculation is switched off: %s %s", standing.reason, AGAIN)
+    if standing.unkept is not None:
+        LOGGER.warning("the verdict is not kept: %s", standing.unkept)
 
     def engine_for(standing: Standing) -> Engine:
         if pair.draft is None or standing.enabled:
@@ -134,13 +138,13 @@ def _settings(
         other_names=(pair.target.name,) if options.served_model_name is None else (),
         context=context,
         longest_text=context * max(map(len, pair.tokenizer.vocabulary.values())),
+        max_body_bytes=_BODY_BYTES + _BODY_BYTES_A_TOKEN * context,
         max_tokens=min(options.max_tokens_limit or context, context),
         accept_rule=options.accept_rule,
         vocab_size=pair.vocab_size,
         prompt_vocab_size=pair.target.vocab_size,
         api_key=options.api_key,
         request_timeout_s=options.request_timeout_s,
-        record_dir=options.record_dir,
         created=int(time.time()),
         fingerprint=f"fp_{digest[:12]}",
     )

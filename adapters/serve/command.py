@@ -115,9 +115,12 @@ def _check(
             check_width(name, count, least, 2**24)
     if request_timeout is not None and not 0 < request_timeout < float("inf"):
         raise UsageError(f"--request-timeout: got {request_timeout:g}, expected seconds, more than 0")
-    for name, text in (("api-key", api_key), ("served-model-name", served_model_name)):
-        if text is not None and not (is_text(text) and text.isprintable()):
-            raise UsageError(f"--{name}: got an empty text or one that cannot be printed, expected text")
+    if served_model_name is not None and not (is_text(served_model_name) and served_model_name.isprintable()):
+        raise UsageError("--served-model-name: got an empty text or one that cannot be printed, expected text")
+    if api_key is not None and not re.fullmatch("[!-~]([ -~]*[!-~])?", api_key):  # what a header can carry
+        raise UsageError(
+            "--api-key: got characters that a header cannot carry, expected ASCII without spaces around it"
+        )
     for origin in cors_origin:
         if not re.fullmatch(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+", origin):  # anything else no browser would send
             raise UsageError(f"--cors-origin: got {origin!r}, expected * or an origin like https://app.example")

@@ -59,11 +59,12 @@ def invalid(message: str, *, param: str | None = None, code: str | None = None) 
     return ApiError(400, message, param=param, code=code)
 
 
-def busy(waiting: int, retry_after_s: int) -> ApiError:
+def busy(count: int, room: int, retry_after_s: int) -> ApiError:
     """429: the line is full."""
     return ApiError(
         429,
-        f"the server is busy: {waiting} choices wait, and no more may; try again in {retry_after_s} s",
+        f"the server is busy: got {count} choice{'s' if count > 1 else ''}, expected at most {room} for now; "
+        f"try again in {retry_after_s} s",
         kind="rate_limit_error",
         code="queue_full",
         headers={"retry-after": str(retry_after_s)},

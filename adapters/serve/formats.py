@@ -1,42 +1,39 @@
 """The two shapes of answers: chat completions and completions, whole or in pieces."""
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import attrs
 
 from posttrainllm.adapters.loading.tokenizer import Tokenizer
-from posttrainllm.adapters.result import TokenLogprobs
 from posttrainllm.adapters.serve.logprobs import chat_logprobs, completion_logprobs
+from posttrainllm.adapters.serve.pieces import Piece
 
-__all__ = ["ChatFormat", "CompletionFormat", "Format", "Piece"]
-
-Logprobs = Sequence[TokenLogprobs | None]
-
-
-@attrs.frozen(kw_only=True)
-class Piece:
-    """A part of a choice: one chunk of a stream, or the whole."""
-
-    index: int
-    text: str
-    offset: int = 0
-    """Characters of the choice before this piece."""
-    logprobs: Logprobs | None = None
-    first: int | None = None
-    """The id that a None among the log probabilities stands for."""
-    finish_reason: str | None = None
+__all__ = ["ChatFormat", "CompletionFormat", "Format"]
 
 
 @attrs.frozen(kw_only=True)
-class _Format:
-    """What every object of an answer says."""
+class Format(ABC):
+    """How an endpoint writes what it answers."""
 
     request_id: str
     created: int
     model: str
-    fingerprint: str
+    fingerprint: Callable[[], str]
     tokenizer: Tokenizer
+
+    @abstractmethod
+    def opening(self, index: int) -> dict[str, Any] | None:
+        """What a stream says of a choice before its first text; None for nothing."""
+
+    @abstractmethod
+    def chunk(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+        """One object of a stream."""
+
+    @abstractmethod
+    def whole(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+        """The answer, every choice in one piece."""
 
     def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
@@ -44,28 +41,12 @@ class _Format:
             "object": kind,
             "created": self.created,
             "model": self.model,
-            "system_fingerprint": self.fingerprint,
+            "system_fingerprint": self.fingerprint(),
             "choices": choices,
         }
 
 
-class Format(Protocol):
-    """How an endpoint writes what it answers."""
-
-    def opening(self, index: int) -> dict[str, Any] | None:
-        """What a stream says of a choice before its first text; None for nothing."""
-        ...
-
-    def chunk(self, pieces: Sequence[Piece]) -> dict[str, Any]:
-        """One object of a stream."""
-        ...
-
-    def whole(self, pieces: Sequence[Piece]) -> dict[str, Any]:
-        """The answer, every choice in one piece."""
-        ...
-
-
-class ChatFormat(_Format):
+class ChatFormat(Format):
     """chat.completion and chat.completion.chunk."""
 
     def opening(self, index: int) -> dict[str, Any] | None:
@@ -103,7 +84,7 @@ class ChatFormat(_Format):
         return {"logprobs": logprobs, "finish_reason": piece.finish_reason}
 
 
-class CompletionFormat(_Format):
+class CompletionFormat(Format):
     """text_completion, the same for a stream."""
 
     def opening(self, index: int) -> dict[str, Any] | None:

@@ -1,7 +1,7 @@
 """One choice of one request, and what the engine's thread says of it."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import attrs
 
@@ -18,7 +18,7 @@ class Outcome:
     usage: Usage
     timings: Timings
     queue_s: float
-    """How long it waited for a row."""
+    """From the arrival of the request to its row."""
     speculative: dict[str, Any]
     """Whether it was drafted for, and why not: enabled, reason, draft_k, accept_rule, verdict."""
 
@@ -39,9 +39,6 @@ class Update:
         return self.outcome is not None or self.error is not None
 
 
-Deliver: TypeAlias = Callable[[Update], None]
-
-
 @attrs.define(eq=False, kw_only=True)
 class Job:
     """One choice: a row's worth of work, checked by whoever made it."""
@@ -56,7 +53,9 @@ class Job:
     speculate: bool
     score: bool = False
     """Whether the log probabilities of the prompt's own ids are wanted."""
-    deliver: Deliver
+    since: float
+    """When the request arrived, on the clock of time.perf_counter()."""
+    deliver: Callable[[Update], None]
     """Called on the engine's thread; returns at once."""
     cancelled: bool = False
     """Set from any thread, and never unset: nobody wants it any more."""

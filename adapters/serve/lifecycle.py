@@ -18,6 +18,7 @@ from posttrainllm.kernel.errors import BackendError, UsageError
 __all__ = ["bind", "listen", "serve_until_stopped"]
 
 _DRAIN_S = 30
+_CUT_S = 3  # for errors to be sent
 _LINGER_S = 3.0  # how long a failed server goes on saying so before it exits
 
 
@@ -98,8 +99,15 @@ def serve_until_stopped(options: ServeOptions, listener: socket.socket, *, cors_
         finally:
             scheduler.admission.close()  # drained, or failed: the engine has nobody to work for
 
+    # whoever is still not answered at the end of the drain is told so, before uvicorn cuts the connections
+    deadline = threading.Timer(_DRAIN_S, scheduler.admission.close)
+    deadline.daemon = True
+
     def stop(number: int, frame: FrameType | None) -> None:
-        server.force_exit = server.should_exit  # a second signal does not wait for the drain
+        if server.should_exit:  # a second signal does not wait
+            scheduler.admission.close()
+        else:
+            deadline.start()
         server.should_exit = True
 
     previous = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
@@ -115,6 +123,7 @@ def serve_until_stopped(options: ServeOptions, listener: socket.socket, *, cors_
         http.join(_LINGER_S)
         server.should_exit = True
     http.join()
+    deadline.cancel()
     for number, handler in previous.items():
         signal.signal(number, handler)
     return 1 if failed or not server.started else 0
@@ -128,7 +137,7 @@ def _config(app: Starlette) -> uvicorn.Config:
         lifespan="off",
         ws="none",
         server_header=False,
-        timeout_graceful_shutdown=_DRAIN_S,
+        timeout_graceful_shutdown=_DRAIN_S + _CUT_S,
     )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from posttrainllm.adapters.loading.tokenizer import Tokenizer
 from posttrainllm.adapters.result import TokenLogprobs
 
-__all__ = ["chat_logprobs", "completion_logprobs"]
+__all__ = ["chat_logprobs", "completion_logprobs", "shown_length"]
 
 
 def chat_logprobs(logprobs: Sequence[TokenLogprobs | None], tokenizer: Tokenizer) -> dict[str, Any]:
@@ -43,11 +43,15 @@ def completion_logprobs(
     for token in logprobs:
         index = first if token is None else token.token_id
         assert index is not None, "a prompt's first id is given apart"
-        text = tokenizer.piece(index)
         own = () if token is None else (*token.top, (token.token_id, token.logprob))
-        columns["tokens"].append(text)
+        columns["tokens"].append(tokenizer.piece(index))
         columns["token_logprobs"].append(None if token is None else token.logprob)
         columns["top_logprobs"].append({tokenizer.piece(index): value for index, value in own} or None)
         columns["text_offset"].append(offset)
-        offset += len(text)
+        offset += shown_length(index, tokenizer)
     return columns
+
+
+def shown_length(index: int, tokenizer: Tokenizer) -> int:
+    """Characters that an id adds to the text of a choice; a special one adds none."""
+    return 0 if index in tokenizer.special_ids else len(tokenizer.piece(index))

@@ -1,6 +1,7 @@
 """Traces of what is served, a file a choice."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from posttrainllm.adapters.engine import Engine
@@ -17,19 +18,17 @@ class Recording:
     """The trace of one choice. What cannot be written is given up with a warning: the answer matters more.
 
     Args:
-        path: its file; None writes nothing.
+        path: its file.
         request_id: what the header says.
         fingerprints: of the models.
     """
 
-    def __init__(self, path: Path | None, request_id: str, fingerprints: Mapping[str, str]) -> None:
+    def __init__(self, path: Path, request_id: str, fingerprints: Mapping[str, str]) -> None:
         self._path, self._request_id, self._fingerprints = path, request_id, fingerprints
         self._writer: TraceWriter | None = None
 
     def begin(self, engine: Engine, number: int, request: RowRequest) -> None:
         """The choice has its row."""
-        if self._path is None:
-            return
         try:
             self._writer = TraceWriter(self._path)
             self._writer.begin(engine, number, request, fingerprints=self._fingerprints, request_id=self._request_id)
@@ -52,16 +51,16 @@ class Recording:
         try:
             if reason is not None:
                 self._writer.end(reason)
+            self._writer.close()
         except TraceError as error:
             self._give_up(error)
-            return
-        self._writer.close()
         self._writer = None
 
     def _give_up(self, error: TraceError) -> None:
         LOGGER.warning("%s is not recorded: %s", self._request_id, error)
         if self._writer is not None:
-            self._writer.close()
+            with suppress(TraceError):  # said already
+                self._writer.close()
         self._writer = None
 
 
@@ -76,7 +75,9 @@ class Recordings:
     def __init__(self, folder: Path | None, fingerprints: Mapping[str, str]) -> None:
         self._folder, self._fingerprints = folder, fingerprints
 
-    def start(self, job: Job) -> Recording:
-        """The recording of a choice, in a file named after it."""
-        path = None if self._folder is None else self._folder / f"{job.request_id}-{job.index}.jsonl"
+    def start(self, job: Job) -> Recording | None:
+        """The recording of a choice, in a file named after it; None where nothing is recorded."""
+        if self._folder is None:
+            return None
+        path = self._folder / f"{job.request_id}-{job.index}.jsonl"
         return Recording(path, job.request_id, self._fingerprints)

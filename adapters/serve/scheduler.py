@@ -4,26 +4,19 @@ All MLX work is done here, since its streams belong to threads. A turn admits wh
 runs one step, so that a prompt delays the rows beside it by a chunk a step, and whoever leaves frees a row within one.
 """
 
-import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import Protocol
 
-import attrs
-
-from posttrainllm.adapters.completion import Completion
 from posttrainllm.adapters.engine import Engine
+from posttrainllm.adapters.gate.heed import AGAIN
 from posttrainllm.adapters.gate.standing import Standing
-from posttrainllm.adapters.prefill import PromptPrefill
-from posttrainllm.adapters.prompt_logprobs import prompt_logprobs
-from posttrainllm.adapters.request import request_of
-from posttrainllm.adapters.result import TokenLogprobs
 from posttrainllm.adapters.rows import RowStep
 from posttrainllm.adapters.runtime import LOGGER
 from posttrainllm.adapters.serve.admission import Admission
 from posttrainllm.adapters.serve.errors import failed
-from posttrainllm.adapters.serve.jobs import Job, Outcome, Update
-from posttrainllm.adapters.serve.recordings import Recording, Recordings
-from posttrainllm.adapters.serve.speculation import speculation
+from posttrainllm.adapters.serve.jobs import Update
+from posttrainllm.adapters.serve.recordings import Recordings
+from posttrainllm.adapters.serve.seat import Seat
 from posttrainllm.kernel.errors import NonFiniteError, PosttrainllmError
 
 __all__ = ["FullGate", "Scheduler"]
@@ -37,22 +30,20 @@ class FullGate(Protocol):
         ...
 
 
-@attrs.define(eq=False, kw_only=True)
-class _Row:
-    """A choice in its row."""
-
-    job: Job
-    completion: Completion
-    queue_s: float
-    since: float
-    recording: Recording
-    prefill: PromptPrefill
-    scoring: Generator[None, None, list[TokenLogprobs | None]] | None
-    """Of the prompt itself, where it is echoed with log probabilities; it comes before the prefill."""
-
-
 class _StopError(Exception):
     """The server stops while the gate is under way."""
+
+
+class _FaultError(Exception):
+    """The serving engine failed inside the gate's callback: no failure of the gate.
+
+    Args:
+        error: the engine's.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
 
 
 class Scheduler:
@@ -80,8 +71,8 @@ class Scheduler:
         self._engine_for, self._recordings, self._full_gate = engine_for, recordings, full_gate
         self._engine = engine_for(standing)
         self._free = list(range(self._engine.rows))[::-1]
-        self._rows: dict[int, _Row] = {}
-        self._entering: tuple[int, _Row] | None = None  # its prompt is being read
+        self._seats: dict[int, Seat] = {}
+        self._entering: Seat | None = None  # its prompt is being read
 
     @property
     def engine(self) -> Engine:
@@ -104,6 +95,9 @@ class Scheduler:
                     self.admission.wait()
         except _StopError:
             pass
+        except _FaultError as fault:
+            self._end_all(failed())
+            raise fault.error from None
         except Exception:
             self._end_all(failed())
             raise
@@ -113,114 +107,69 @@ class Scheduler:
         """Admit, read one prompt chunk, run one step; whether there was anything to do."""
         self._drop_cancelled()
         self._admit()
-        busy = self._entering is not None or bool(self._rows)
+        busy = self._entering is not None or bool(self._seats)
         if self._entering is not None:
-            self._read_chunk(*self._entering)
-        if self._rows:
-            for row, step in self._engine.step().items():
-                self._absorb(row, step)
+            self._read_chunk(self._entering)
+        if self._seats:
+            for number, step in self._engine.step().items():
+                self._absorb(self._seats[number], step)
         return busy
 
     def _admit(self) -> None:
         """Let the next choice have a row; one prompt is read at a time, since each needs caches of its own."""
         while self._entering is None and self._free:
-            taken = self.admission.take()
-            if taken is None:
+            job = self.admission.take()
+            if job is None:
                 return
-            job, queue_s = taken
+            seat = self._entering = Seat(job, self._free.pop())
             try:
-                self._entering = (self._free[-1], self._begin(job, queue_s))
-            except PosttrainllmError as error:  # about this request alone
-                self.admission.left(0.0)
-                job.deliver(Update(error=error))
-                continue
-            self._free.pop()
+                seat.begin(self._engine, self.standing, self._recordings)
+            except PosttrainllmError as error:
+                self._fail(seat, error)
 
-    def _begin(self, job: Job, queue_s: float) -> _Row:
-        drafted = job.speculate and self.standing.enabled
-        draft_k = self._engine.width - 1 if drafted else 0
-        request = request_of(job.params, job.prompt, limit=job.limit, draft_k=draft_k)
-        completion = Completion(
-            self._engine.pair.tokenizer,
-            job.params,
-            prompt_tokens=len(job.prompt),
-            count=job.limit - len(job.prompt),
-        )
-        return _Row(
-            job=job,
-            completion=completion,
-            queue_s=queue_s,
-            since=time.perf_counter(),
-            prefill=self._engine.prefill(request),
-            recording=self._recordings.start(job),
-            scoring=prompt_logprobs(self._engine, job.prompt, count=job.params.logprobs or 0) if job.score else None,
-        )
-
-    def _read_chunk(self, number: int, row: _Row) -> None:
-        if row.scoring is not None:
-            try:
-                next(row.scoring)
-            except StopIteration as scored:
-                row.scoring = None
-                row.job.deliver(Update(prompt_logprobs=scored.value))
-            except NonFiniteError as error:
-                self._leave_entrance()
-                row.job.deliver(Update(error=error))
-            return
-        row.prefill.advance()
-        if not row.prefill.done:
-            return
-        self._entering = None
-        self._engine.place(number, row.prefill)
-        row.recording.begin(self._engine, number, row.prefill.request)
-        row.completion.prefilled()
-        self._rows[number] = row
-
-    def _leave_entrance(self) -> None:
-        """Give up the prompt that is being read."""
-        assert self._entering is not None
-        number, row = self._entering
-        self._entering = None
-        self._free.append(number)
-        self.admission.left(time.perf_counter() - row.since)
-
-    def _absorb(self, number: int, step: RowStep) -> None:
-        """Hand a step on. Whatever fails here is of the host, and ends this row alone."""
-        row = self._rows[number]
-        row.recording.step(step)
+    def _read_chunk(self, seat: Seat) -> None:
         try:
-            chunk = row.completion.absorb(step)
-        except Exception as error:
-            LOGGER.error("%s: %s", row.job.request_id, error, exc_info=not isinstance(error, PosttrainllmError))
-            self._leave(number, None)
-            row.job.deliver(Update(error=error))
+            if not seat.read_chunk():
+                return
+        except NonFiniteError as error:
+            self._fail(seat, error)
             return
-        if chunk.finish_reason is None:
-            row.job.deliver(Update(chunk=chunk))
-            return
-        self._leave(number, chunk.finish_reason)
-        outcome = Outcome(
-            usage=row.completion.usage(),
-            timings=row.completion.timings(),
-            queue_s=row.queue_s,
-            speculative=speculation(self.standing, self._engine.width, row.job),
-        )
-        row.job.deliver(Update(chunk=chunk, outcome=outcome))
+        seat.sit_down()
+        self._seats[seat.number], self._entering = seat, None
 
-    def _leave(self, number: int, reason: str | None) -> None:
+    def _absorb(self, seat: Seat, step: RowStep) -> None:
+        """Hand a step on. Whatever fails here is of the host, and ends this row alone."""
+        try:
+            update = seat.absorb(step)
+        except Exception as error:
+            self._fail(seat, error)
+            return
+        if update.last:
+            assert update.chunk is not None, "an outcome comes with the last chunk"
+            self._leave(seat, update.chunk.finish_reason)
+        seat.job.deliver(update)
+
+    def _fail(self, seat: Seat, error: Exception) -> None:
+        """End one choice with an error."""
+        LOGGER.error("%s: %s", seat.job.request_id, error, exc_info=not isinstance(error, PosttrainllmError))
+        self._leave(seat, None)
+        seat.job.deliver(Update(error=error))
+
+    def _leave(self, seat: Seat, reason: str | None) -> None:
         """Free a row."""
-        row = self._rows.pop(number)
-        self._engine.release(number)
-        self._free.append(number)
-        self.admission.left(time.perf_counter() - row.since)
-        row.recording.end(reason)
+        if self._seats.pop(seat.number, None) is None:
+            self._entering = None
+        else:
+            self._engine.release(seat.number)
+        self._free.append(seat.number)
+        self.admission.left(seat.seconds)
+        seat.end(reason)
 
     def _drop_cancelled(self) -> None:
         """Free what nobody wants any more."""
-        if self._entering is not None and self._entering[1].job.cancelled:
-            self._leave_entrance()
-        for number in [number for number, row in self._rows.items() if row.job.cancelled]:
-            self._leave(number, "cancelled")
+        for seat in self._all_seats():
+            if seat.job.cancelled:
+                self._leave(seat, "cancelled")
         self.admission.drop_cancelled()
 
     def _run_full_gate(self) -> None:
@@ -230,30 +179,39 @@ class Scheduler:
         LOGGER.info("gate: the full set of prompts runs while nobody asks")
         try:
             standing = gate(progress=self._pump)
-        except PosttrainllmError as error:
+        except (_StopError, _FaultError):
+            raise
+        except Exception as error:  # whatever stops the gate, the engine that serves goes on
             LOGGER.warning("the full gate did not run to its end: %s", error)
             return
         self.standing = standing
+        if standing.unkept is not None:
+            LOGGER.warning("the verdict is not kept: %s", standing.unkept)
         if standing.enabled:
             LOGGER.info("gate: %s", standing.verdict)
             return
         # the gate goes on only while no row is taken, so nothing is in flight that could be cut short
-        LOGGER.warning("speculation is switched off: %s", standing.reason)
+        LOGGER.warning("speculation is switched off: %s %s", standing.reason, AGAIN)
         self._engine.hand_over()  # its caches are freed before others are made
         self._engine = self._engine_for(standing)
 
     def _pump(self, *_: object) -> None:
-        while self._turn():
-            pass
+        try:
+            while self._turn():
+                pass
+        except Exception as error:
+            raise _FaultError(error) from None
         if self.admission.closed is not None:
             raise _StopError
+
+    def _all_seats(self) -> list[Seat]:
+        return [*([] if self._entering is None else [self._entering]), *self._seats.values()]
 
     def _end_all(self, error: Exception | None) -> None:
         """Tell everybody who still waits for something."""
         self.admission.close(error)
-        entering = [] if self._entering is None else [self._entering[1]]
-        rows = [*entering, *self._rows.values()]
-        for row in rows:
-            row.recording.end(None if error else "cancelled")
-        for job in [*(row.job for row in rows), *self.admission.take_all()]:
+        for seat in self._all_seats():
+            seat.end(None if error else "cancelled")
+            seat.job.deliver(Update(error=self.admission.closed))
+        for job in self.admission.take_all():
             job.deliver(Update(error=self.admission.closed))

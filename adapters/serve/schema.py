@@ -3,12 +3,12 @@
 import reprlib
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, PlainValidator, ValidationError
 
 from posttrainllm.adapters.params import AcceptRule
 from posttrainllm.adapters.serve.errors import ApiError, invalid
 
-__all__ = ["ChatRequest", "CompletionRequest", "Message", "StreamOptions", "TextPart", "parse"]
+__all__ = ["ChatRequest", "CompletionRequest", "Message", "StreamOptions", "parse"]
 
 
 def _whole(value: Any) -> Any:
@@ -16,19 +16,64 @@ def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-Int = Annotated[int, BeforeValidator(_whole)]
-_Entry = TypeVar("_Entry")
-List = Annotated[
-    list[_Entry], Field(fail_fast=True)
-]  # an error is said once; to collect a million takes minutes and gigabytes
+_Int = Annotated[int, BeforeValidator(_whole)]
+
+
+def _prompts(value: Any) -> list[str | list[int]]:
+    """A text, ids, or a list of either, as a list; it looks no further than the first thing that is wrong.
+
+    A union of four types would try them all, and keep what is wrong with every entry of each.
+    """
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list) or not value:
+        raise ValueError
+    if isinstance(value[0], (str, list)):
+        return [entry if isinstance(entry, str) else _ids(entry) for entry in value]
+    return [_ids(value)]
+
+
+def _ids(value: Any) -> list[int]:
+    if not isinstance(value, list):
+        raise ValueError
+    ids = [_whole(entry) for entry in value]
+    if not all(type(entry) is int for entry in ids):  # a bool is an int, too
+        raise ValueError
+    return ids
+
+
+def _content(value: Any) -> str:
+    """A message's text, which may come in parts."""
+    parts = [{"type": "text", "text": value}] if isinstance(value, str) else value
+    if not isinstance(parts, list):
+        raise ValueError
+    for part in parts:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise ValueError
+    return "".join(part["text"] for part in parts)
+
+
+def _text_alone(value: Any) -> list[str]:
+    """["text"]: what is answered anyway."""
+    if not isinstance(value, list) or any(entry != "text" for entry in value):
+        raise ValueError
+    return value
+
+
+def _texts(value: Any) -> list[str]:
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise ValueError
+    return texts
 
 
 _Body = TypeVar("_Body", bound=BaseModel)
-_UNIONS = {
+_EXPECTED = {
     "prompt": "a text, token ids, or a list of either",
     "stop": "a text or a list of texts",
+    "stop_token_ids": "a list of token ids",
 }
-_UNSUPPORTED = {
+_SUPPORTED = {
     "response_format": 'none but {"type": "text"}',
     "tool_choice": "no tools: none or auto",
     "functions": "no functions: an empty list",
@@ -50,10 +95,8 @@ class StreamOptions(BaseModel):
     include_usage: bool | None = None
 
 
-class _Neutral(BaseModel):
+class _Neutral(_Model):
     """{"type": "text"}: what would be done anyway."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     type: Literal["text"]
 
@@ -62,16 +105,16 @@ class _Request(_Model):
     """What both endpoints take."""
 
     model: str | None = None
-    n: Int | None = None
-    max_tokens: Int | None = None
+    n: _Int | None = None
+    max_tokens: _Int | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: Int | None = None
+    top_k: _Int | None = None
     min_p: float | None = None
-    seed: Int | None = None
-    stop: str | List[str] | None = None
-    stop_token_ids: List[Int] | None = None
-    logit_bias: dict[str, Any] | None = None  # its numbers are checked one by one, where the ids are
+    seed: _Int | None = None
+    stop: Annotated[list[str], PlainValidator(_texts)] | None = None
+    stop_token_ids: Annotated[list[int], PlainValidator(_ids)] | None = None
+    logit_bias: dict[str, Any] | None = None  # its numbers are checked where its ids are
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
@@ -90,18 +133,11 @@ class _Request(_Model):
     prompt_cache_key: str | None = None
 
 
-class TextPart(_Model):
-    """A part of a message's content."""
-
-    type: Literal["text"]
-    text: str
-
-
 class Message(_Model):
     """One turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | List[TextPart] | None = None
+    content: Annotated[str, PlainValidator(_content)] | None = None
     name: str | None = None
     tool_calls: Annotated[list[Any] | None, Field(max_length=0)] = None
     tool_call_id: str | None = None
@@ -112,10 +148,10 @@ class Message(_Model):
 class ChatRequest(_Request):
     """POST /v1/chat/completions."""
 
-    messages: List[Message]
-    max_completion_tokens: Int | None = None
+    messages: Annotated[list[Message], FailFast()]
+    max_completion_tokens: _Int | None = None
     logprobs: bool | None = None
-    top_logprobs: Int | None = None
+    top_logprobs: _Int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     # neutral values of what is not supported
     response_format: _Neutral | None = None
@@ -124,16 +160,16 @@ class ChatRequest(_Request):
     parallel_tool_calls: bool | None = None
     functions: Annotated[list[Any] | None, Field(max_length=0)] = None
     function_call: Literal["none", "auto"] | None = None
-    modalities: List[Literal["text"]] | None = None
+    modalities: Annotated[list[str], PlainValidator(_text_alone)] | None = None
 
 
 class CompletionRequest(_Request):
     """POST /v1/completions."""
 
-    prompt: str | List[str] | List[Int] | List[List[Int]]
-    logprobs: Int | None = None
+    prompt: Annotated[list[str | list[int]], PlainValidator(_prompts)]
+    logprobs: _Int | None = None
     echo: bool | None = None
-    best_of: Int | None = None
+    best_of: _Int | None = None
     suffix: Literal[""] | None = None
 
 
@@ -151,8 +187,8 @@ def parse(kind: type[_Body], value: dict[str, Any]) -> _Body:
         ApiError: 400; names the first field that is wrong, with got and expected.
     """
     present = {name: entry for name, entry in value.items() if entry is not None}  # null is every field's default
-    unknown = next((name for name in value if name not in kind.model_fields), None)
-    if unknown is not None:
+    unknown = next((name for name in present if name not in kind.model_fields), None)
+    if unknown is not None:  # pydantic would collect them all
         raise _no_such_field(unknown)
     try:
         return kind.model_validate(present)
@@ -162,30 +198,22 @@ def parse(kind: type[_Body], value: dict[str, Any]) -> _Body:
 
 def _told(error: Any) -> ApiError:
     """One line for the first thing that pydantic found."""
-    field, got = str(error["loc"][0]), error["input"]
-    # inside a union the rest of the place names its branches
-    loc = error["loc"][: error["loc"].index("content") + 1] if "content" in error["loc"] else error["loc"]
-    place = field if field in _UNIONS else ".".join(map(str, loc))
+    field, got, loc = str(error["loc"][0])[:60], reprlib.repr(error["input"]), error["loc"]
+    place = ".".join(map(str, loc))[:80]
     if error["type"] == "extra_forbidden":
         return _no_such_field(place)
     if error["type"] == "missing":
         return invalid(f"{place}: got nothing, expected a value", param=place, code="missing_required_parameter")
-    if field in _UNIONS:
-        return invalid(f"{field}: got {_short(got)}, expected {_UNIONS[field]}", param=field)
-    if field in _UNSUPPORTED:
-        return invalid(
-            f"{field}: this server supports {_UNSUPPORTED[field]}", param=field, code="unsupported_parameter"
-        )
-    if loc[-1] == "content":
-        return invalid(f"{place}: got {_short(got)}, expected a text or a list of text parts", param=field)
+    if field in _EXPECTED:
+        return invalid(f"{field}: got {got}, expected {_EXPECTED[field]}", param=field)
+    if field in _SUPPORTED:
+        message = f"{field}: this server supports {_SUPPORTED[field]}"
+        return invalid(message, param=field, code="unsupported_parameter")
+    if field == "messages" and loc[-1] == "content":
+        return invalid(f"{place}: got {got}, expected a text or a list of text parts", param=field)
     expected = error["msg"].removeprefix("Input should be ").replace("'", "")
-    return invalid(f"{place}: got {_short(got)}, expected {expected}", param=field)
+    return invalid(f"{place}: got {got}, expected {expected}", param=field)
 
 
 def _no_such_field(place: str) -> ApiError:
-    return invalid(f"{place}: this server has no such field", param=place, code="unsupported_parameter")
-
-
-def _short(value: Any) -> str:
-    text = reprlib.repr(value)  # of a few entries: the whole of a long list takes its time
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return invalid(f"{place[:80]}: this server has no such field", param=place[:80], code="unsupported_parameter")

@@ -1,7 +1,5 @@
 """What a server is started with."""
 
-from pathlib import Path
-
 import attrs
 
 from posttrainllm.adapters.params import AcceptRule
@@ -20,7 +18,8 @@ class ServeSettings:
     context: int
     """Most tokens of a prompt and its reply together."""
     longest_text: int
-    """Characters that a prompt which fits can have at most: a longer one is refused before it is encoded."""
+    """Characters that can fit the context, if every token were the longest one."""
+    max_body_bytes: int
     max_tokens: int
     """Most tokens of a reply."""
     accept_rule: AcceptRule
@@ -31,7 +30,6 @@ class ServeSettings:
     """Ids that the target can be fed."""
     api_key: str | None = attrs.field(repr=False)
     request_timeout_s: float | None
-    record_dir: Path | None
     created: int
     """When the server started, in seconds since 1970."""
     fingerprint: str

@@ -3,13 +3,12 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
 from starlette.requests import Request
 
-from posttrainllm.adapters.serve.admission import Admission
 from posttrainllm.adapters.serve.errors import as_api_error, timed_out
 from posttrainllm.adapters.serve.jobs import Job, Update
 from posttrainllm.adapters.serve.prepare import Work
@@ -27,19 +26,27 @@ class Submission:
     """A request under way. Made on the event loop; `close` frees its rows whatever became of it.
 
     Args:
-        admission: where it waits.
+        put: of the room that is kept for it.
         work: what is asked for.
         request_id: for the log, the response and the traces.
-        seconds: how long it may take; None for ever.
+        arrived: when it did, on the clock of time.perf_counter().
+        seconds: how long it may take from then on; None for ever.
 
     Raises:
-        UsageError: it can never fit.
-        ApiError: there is no room.
+        ApiError: the server has stopped.
     """
 
-    def __init__(self, admission: Admission, work: Work, request_id: str, seconds: float | None) -> None:
-        self._seconds = seconds
-        self._deadline = None if seconds is None else time.monotonic() + seconds
+    def __init__(
+        self,
+        put: Callable[[Sequence[Job]], None],
+        work: Work,
+        request_id: str,
+        *,
+        arrived: float,
+        seconds: float | None,
+    ) -> None:
+        self._arrived, self._seconds = arrived, seconds
+        self._deadline = None if seconds is None else arrived + seconds
         self._updates: asyncio.Queue[tuple[int, Update]] = asyncio.Queue()
         self._open = len(work.choices)
         self._request_id, self._prompt_tokens = request_id, work.prompt_tokens
@@ -58,13 +65,14 @@ class Submission:
                 prompt=choice.prompt,
                 params=choice.params,
                 limit=choice.limit,
+                since=arrived,
                 speculate=work.speculate,
                 score=work.echo and choice.params.logprobs is not None,
                 deliver=partial(deliver, index),
             )
             for index, choice in enumerate(work.choices)
         ]
-        admission.put(self._jobs)
+        put(self._jobs)
 
     async def updates(self, *, beat: float | None = None) -> AsyncIterator[tuple[int, Update] | None]:
         """What happens to the choices until each has ended.
@@ -79,12 +87,12 @@ class Submission:
             ApiError: an update's error, or 504 when time is up.
         """
         while self._open:
-            left = None if self._deadline is None else self._deadline - time.monotonic()
+            left = None if self._deadline is None else self._deadline - time.perf_counter()
             silence = min((seconds for seconds in (left, beat) if seconds is not None), default=None)
             try:
                 index, update = await asyncio.wait_for(self._updates.get(), silence)
             except TimeoutError:
-                if self._deadline is not None and time.monotonic() >= self._deadline:
+                if self._deadline is not None and time.perf_counter() >= self._deadline:
                     self._end = "timed out"
                     raise timed_out(self._seconds or 0.0) from None
                 if beat is not None:
@@ -105,7 +113,8 @@ class Submission:
         """One line for the log, without a word of prompt or answer."""
         end = self._end or ("done" if self._open == 0 else "the client left")
         drafted = f", accepted {self._accepted} of {self._proposed}" if self._proposed else ""
-        return f"{self._request_id}: {end}, {self._prompt_tokens} + {self._tokens} tokens{drafted}"
+        seconds = time.perf_counter() - self._arrived
+        return f"{self._request_id}: {end}, {self._prompt_tokens} + {self._tokens} tokens{drafted}, {seconds:.3f} s"
 
     def close(self) -> None:
         """Nobody wants the rest: its rows are freed within one step."""

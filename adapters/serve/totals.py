@@ -25,7 +25,7 @@ def totals(work: Work, outcomes: Sequence[Outcome]) -> dict[str, Any]:
     accepted = sum(outcome.usage.draft_accepted for outcome in outcomes)
     timings = [outcome.timings for outcome in outcomes]
     steps = sum(timing.steps for timing in timings)
-    # what differs between the choices of a request is a standing that changed meanwhile: the last one to start tells
+    # choices differ in it only where the gate's verdict came between them: the last one to end tells
     speculative = outcomes[-1].speculative
     return {
         "usage": {

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from posttrainllm.adapters.params import SamplingParams
 from posttrainllm.adapters.result import Chunk, Timings, Usage
 from posttrainllm.adapters.serve.answers import events
+from posttrainllm.adapters.serve.app import _Api
 from posttrainllm.adapters.serve.body import parse_object, read_body
 from posttrainllm.adapters.serve.errors import ApiError, as_api_error, one_line
 from posttrainllm.adapters.serve.formats import ChatFormat, CompletionFormat
@@ -237,6 +238,22 @@ def test_parts_of_a_message_are_joined(tokenizer):
 
 def test_the_key_is_in_no_description_of_the_settings():
     assert "secret" not in repr(SETTINGS)
+
+
+@pytest.mark.parametrize("key", ["plain", "with a space", "clé 🔑"])
+def test_a_key_is_compared_byte_for_byte(key):
+    api = _Api(None, attrs.evolve(SETTINGS, api_key=key))
+
+    def asked(value):
+        headers = {"authorization": value.encode().decode("latin-1")}
+        return api._check_key(request_of([], **headers))
+
+    for value in (f"Bearer {key}", f"bearer {key}", f"Bearer  {key} "):
+        asked(value)
+    for value in ("", "Bearer", "Bearer ", f"Basic {key}", key, f"Bearer {key}x", f"Bearer {key[:-1]}", "Bearer ключ"):
+        with pytest.raises(ApiError) as caught:
+            asked(value)
+        assert caught.value.status == 401
 
 
 # errors

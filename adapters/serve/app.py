@@ -180,7 +180,8 @@ class _Api:
         if self._settings.api_key is None:
             return
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not hmac.compare_digest(key.strip().encode(), self._settings.api_key.encode()):
+        given, expected = key.strip().encode("latin-1"), self._settings.api_key.encode()  # the bytes that were sent
+        if scheme.lower() != "bearer" or not hmac.compare_digest(given, expected):
             raise ApiError(
                 401,
                 "authorization: expected `Bearer` and this server's API key",

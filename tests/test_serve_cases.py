@@ -1,9 +1,11 @@
 """What servers were seen to get wrong, each as it has to be here: requests to a real process, as raw HTTP."""
 
 import json
+import random
 import re
 import shutil
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx2 as httpx
@@ -395,6 +397,28 @@ def test_a_client_that_leaves_while_its_prompt_is_read_frees_its_row(server, str
     wait_for(lambda: busy(server) == (0, 0))
 
 
+@pytest.mark.slow
+def test_a_storm_of_requests_of_which_many_are_dropped_changes_no_answer_and_leaves_nothing_behind(server):
+    request = {**PLAIN, "temperature": 1, "seed": 5}
+    alone = text_of(server.post(COMPLETIONS, request))
+
+    def one(number):
+        draw = random.Random(number)
+        body = {**LONG, "prompt": [draw.randrange(VOCABULARY)] * draw.choice([1, 64, 65, 128, 200])}
+        body |= {"stream": draw.random() < 0.5, "n": draw.choice([1, 1, 2, 5]), "echo": draw.random() < 0.3}
+        if number % 4 == 0:
+            return server.post(COMPLETIONS, request)
+        server.leave(COMPLETIONS, {**body, "logprobs": 2}, lambda _: time.sleep(draw.random() * draw.choice([0.01, 1])))
+        return None
+
+    with ThreadPoolExecutor(8) as threads:
+        answers = [answer for answer in threads.map(one, range(160)) if answer is not None]
+    assert {answer.status_code for answer in answers} <= {200, 429}
+    assert {text_of(answer) for answer in answers if answer.status_code == 200} <= {alone}
+    wait_for(lambda: busy(server) == (0, 0))
+    assert text_of(server.post(COMPLETIONS, request)) == alone
+
+
 # bodies
 
 
@@ -522,6 +546,18 @@ def test_the_tail_is_generated_to_the_last_position_of_the_context(small_server)
             assert answer["choices"][0]["text"] == text_of(
                 small_server.post(COMPLETIONS, {**body, "speculative": None})
             )
+
+
+def test_beyond_the_context_of_a_draft_that_has_half_of_the_targets_the_target_goes_on_alone(tmp_path):
+    target = save_tiny_llama(tmp_path / "target", seed=1, context=128)
+    draft = save_tiny_llama(tmp_path / "draft", seed=2, layers=1, context=64)
+    with ServerProcess(tmp_path, str(target), "--draft-model", str(draft), "--gate", "off") as server:
+        for length, drafted in ((40, True), (100, False)):
+            body = {"prompt": [5] * length, "max_tokens": 999}
+            answers = [complete(server, **body, ignore_eos=True, speculative=wanted) for wanted in (True, False)]
+            assert answers[0][0] == answers[1][0]
+            assert [usage["total_tokens"] for _, usage in answers] == [128, 128]
+            assert (answers[0][1]["draft_proposed"] > 0) == drafted
 
 
 @pytest.mark.parametrize("length", [64, 65, 3000])

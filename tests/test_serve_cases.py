@@ -246,14 +246,16 @@ def test_a_bias_of_100_gives_one_id_over_and_over(server, embedded_pair):
         assert choice["text"] == embedded_pair.tokenizer.decode([77] * 12)
 
 
-@pytest.mark.parametrize("options", [{"min_p": 0.5}, {"top_k": 3}, {"top_p": 0.5}, {"repetition_penalty": 1.5}])
+@pytest.mark.parametrize("options", [{"min_p": 0.5}, {"top_k": 3}, {"top_p": 0.5}, {"repetition_penalty": 5}])
 def test_what_warps_the_law_warps_it_with_speculation_too(server, options):
     """min_p that is ignored under speculation."""
-    options = {"temperature": 1, "seed": 4, "accept_rule": "coupled", **options}
+    options = {"temperature": 1, "seed": 4, "accept_rule": "coupled", "max_tokens": 12, **options}
     (drafted, usage), (plain, _) = (complete(server, **options, speculative=wanted) for wanted in (True, False))
     assert drafted == plain
     assert usage["draft_proposed"] > 0
-    free = {name: value for name, value in options.items() if name in ("temperature", "seed", "accept_rule")}
+    free = {
+        name: value for name, value in options.items() if name in ("temperature", "seed", "accept_rule", "max_tokens")
+    }
     assert drafted["text"] != complete(server, **free)[0]["text"]
 
 
@@ -266,25 +268,26 @@ def test_a_min_p_of_1_is_greedy_at_any_temperature(server):
 # stop strings
 
 
-@pytest.mark.parametrize("speculative", [True, False])
+@pytest.fixture(scope="module")
+def whole(server):
+    """What stops cut."""
+    return complete(server)[0]["text"]
+
+
 @pytest.mark.parametrize(("start", "size"), [(0, 1), (3, 2), (7, 5), (11, 9), (20, 3), (26, 14)])
-def test_no_part_of_a_stop_string_is_let_out(server, start, size, speculative):
+def test_no_part_of_a_stop_string_is_let_out(server, whole, start, size):
     """A stop string over tokens and chunks, that may end inside an accepted block."""
-    whole = complete(server)[0]["text"]
     stop = whole[start : start + size]
     expected = whole[: whole.find(stop)]
-    choice, usage = complete(server, stop=stop, speculative=speculative)
-    assert (choice["text"], choice["finish_reason"]) == (expected, "stop")
-    deltas, reason, streamed_usage = streamed(server, stop=[stop, "never there"], speculative=speculative)
+    deltas, reason, usage = streamed(server, stop=[stop, "never there"])
     assert ("".join(deltas), reason) == (expected, "stop")
-    assert streamed_usage == usage
-    assert (
-        usage["completion_tokens"] == complete(server, stop=stop, speculative=not speculative)[1]["completion_tokens"]
-    )
+    choice, plain_usage = complete(server, stop=stop, speculative=False)
+    assert (choice["text"], choice["finish_reason"]) == (expected, "stop")
+    assert usage["completion_tokens"] == plain_usage["completion_tokens"]
+    assert usage["draft_accepted"] <= usage["completion_tokens"]
 
 
-def test_held_back_text_is_let_out_where_the_stop_does_not_come(server):
-    whole = complete(server)[0]["text"]
+def test_held_back_text_is_let_out_where_the_stop_does_not_come(server, whole):
     stops = [whole[-4:] + "?", whole[5:12] + "\x00", whole[-1:] + whole]
     deltas, reason, _ = streamed(server, stop=stops)
     assert ("".join(deltas), reason) == (whole, "length")

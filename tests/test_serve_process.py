@@ -47,8 +47,9 @@ FAULT = f"""
 import time
 {START}
 from posttrainllm.adapters.engine import Engine
-from posttrainllm.adapters.serve import answers
+from posttrainllm.adapters.serve import answers, lifecycle
 answers._BEAT_S = 0.01
+lifecycle._LINGER_S = 1.5
 whole, steps = Engine.step, []
 def step(self):
     steps.append(1)

@@ -246,7 +246,7 @@ def test_a_bias_of_100_gives_one_id_over_and_over(server, embedded_pair):
         assert choice["text"] == embedded_pair.tokenizer.decode([77] * 12)
 
 
-@pytest.mark.parametrize("options", [{"min_p": 0.5}, {"top_k": 3}, {"top_p": 0.5}, {"repetition_penalty": 5}])
+@pytest.mark.parametrize("options", [{"min_p": 0.5}, {"top_k": 3}, {"top_p": 0.5}, {"repetition_penalty": 0.5}])
 def test_what_warps_the_law_warps_it_with_speculation_too(server, options):
     """min_p that is ignored under speculation."""
     options = {"temperature": 1, "seed": 4, "accept_rule": "coupled", "max_tokens": 12, **options}

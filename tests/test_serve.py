@@ -340,6 +340,21 @@ def test_log_probabilities_of_chat_are_those_without_speculation(client, options
             assert one.logprob == one.top_logprobs[0].logprob
 
 
+def test_log_probabilities_of_a_stream_are_those_of_the_whole(client):
+    request = chat("What is a list?", 16, logprobs=True, top_logprobs=2, temperature=1, seed=3)
+    whole = client.chat.completions.create(**arguments_of(request)).choices[0].logprobs.content
+    chunks = list(client.chat.completions.create(**arguments_of({**request, "stream": True})))
+    streamed = [
+        entry
+        for chunk in chunks
+        for choice in chunk.choices
+        if choice.logprobs is not None
+        for entry in choice.logprobs.content
+    ]
+    assert [entry.model_dump() for entry in streamed] == [entry.model_dump() for entry in whole]
+    assert len(whole) == 16
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_log_probabilities_of_completions_are_those_without_speculation(client, stream):
     def columns(speculative):

@@ -35,7 +35,10 @@ def read_logprobs(
         TokenLogprobs(
             token_id=int(index),
             logprob=max(float(own[place]), _IMPOSSIBLE),
-            top=tuple(zip(top_ids[place, :count].tolist(), top_logprobs[place, :count].tolist(), strict=True)),
+            top=tuple(
+                (int(top_ids[place, rank]), max(float(top_logprobs[place, rank]), _IMPOSSIBLE))
+                for rank in range(min(count, top_ids.shape[1]))
+            ),
         )
         for place, index in enumerate(ids)
     )

@@ -70,4 +70,9 @@ class StopMatcher:
 
 def _overlap(text: str, stop: str) -> int:
     """Length of the longest end of the text that begins the stop string."""
-    return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)
+    start = text.find(stop[0], max(len(text) - len(stop) + 1, 0))
+    while start >= 0:
+        if stop.startswith(text[start:]):
+            return len(text) - start
+        start = text.find(stop[0], start + 1)
+    return 0

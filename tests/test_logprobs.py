@@ -12,11 +12,12 @@ from posttrainllm.adapters.engine import Engine
 from posttrainllm.adapters.facade import generate, stream
 from posttrainllm.adapters.prompt_logprobs import prompt_logprobs
 from posttrainllm.adapters.rows import RowRequest
+from posttrainllm.adapters.runtime import start
 from posttrainllm.kernel.errors import CapacityError, NonFiniteError
 from posttrainllm.kernel.logprobs import token_logprobs
 
 IDS = [4, 5, 6, 7]
-TOLERANCE = 1e-4
+TOLERANCE = 1e-4 if start().device == "cpu" else 0.02  # products on a GPU round to tf32
 
 
 @pytest.fixture(scope="module")

@@ -39,6 +39,7 @@ class Client:
             index=0,
             prompt=prompt,
             params=params,
+            seed=params.seed,
             limit=len(prompt) + tokens,
             speculate=speculate,
             since=time.perf_counter(),

@@ -145,9 +145,9 @@ def test_a_field_that_is_unknown_is_found_before_anything_is_checked():
 
 
 def test_whole_numbers_may_be_written_with_a_point(tokenizer):
-    (choice,) = completion(tokenizer, max_tokens=7.0, seed=3.0, top_k=2.0, prompt=[5.0, 6]).choices
-    assert (choice.params.max_tokens, choice.params.seed, choice.params.top_k) == (7, 3, 2)
-    assert choice.prompt == (5, 6)
+    work = completion(tokenizer, max_tokens=7.0, seed=3.0, top_k=2.0, prompt=[5.0, 6])
+    assert (work.params.max_tokens, work.params.seed, work.params.top_k) == (7, 3, 2)
+    assert work.choices[0].prompt == (5, 6)
 
 
 def test_limits_are_those_of_the_server_and_of_the_context(tokenizer):
@@ -193,17 +193,16 @@ class Watched:
 
 def test_what_is_not_said_is_as_in_openais_api_and_the_servers_rule(tokenizer):
     for work in (completion(tokenizer), chat(tokenizer)):
-        (choice,) = work.choices
-        assert (choice.params.temperature, choice.params.accept_rule) == (1.0, "coupled")
+        assert (work.params.temperature, work.params.accept_rule) == (1.0, "coupled")
         assert (work.speculate, work.stream, work.include_usage) == (True, False, False)
-    assert completion(tokenizer, accept_rule="leviathan").choices[0].params.accept_rule == "leviathan"
+    assert completion(tokenizer, accept_rule="leviathan").params.accept_rule == "leviathan"
 
 
 def test_seeds_go_up_over_choices_and_start_again_over_prompts_and_wrap(tokenizer):
     work = completion(tokenizer, prompt=["a", "b"], n=2, seed=2**64 - 1)
-    assert [choice.params.seed for choice in work.choices] == [2**64 - 1, 0, 2**64 - 1, 0]
+    assert [choice.seed for choice in work.choices] == [2**64 - 1, 0, 2**64 - 1, 0]
     fresh = completion(tokenizer, n=100)
-    assert len({choice.params.seed for choice in fresh.choices}) == 100
+    assert len({choice.seed for choice in fresh.choices}) == 100
 
 
 def test_a_model_is_known_by_its_name_and_by_where_it_was_loaded_from(tokenizer):
@@ -304,8 +303,14 @@ def outcome(*, tokens, proposed, accepted, steps=2, at=1.0, enabled=True):
 
 
 def work_of(count, **changes):
-    choice = Choice(prompt=(1, 2, 3), params=SamplingParams(), limit=9)
-    options = {"prompt_tokens": 3, "speculate": True, "stream": True, "include_usage": False} | changes
+    choice = Choice(prompt=(1, 2, 3), seed=1, limit=9)
+    options = {
+        "params": SamplingParams(),
+        "prompt_tokens": 3,
+        "speculate": True,
+        "stream": True,
+        "include_usage": False,
+    } | changes
     return Work(choices=(choice,) * count, **options)
 
 

@@ -65,11 +65,13 @@ def make_app(scheduler: Scheduler, settings: ServeSettings, *, cors_origins: tup
         allow_headers=["*"],
         expose_headers=["x-request-id", "retry-after"],
     )
-    return Starlette(
+    app = Starlette(
         routes=routes,
         middleware=[cors] if cors_origins else [],
         exception_handlers={HTTPException: _unrouted, Exception: _unexpected},
     )
+    app.router.redirect_slashes = False  # a path with a slash behind it is another one: 404
+    return app
 
 
 class _Api:

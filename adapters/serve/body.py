@@ -13,6 +13,7 @@ __all__ = ["parse_object", "read_body"]
 
 _BODY_S = 30.0
 _DEEPEST = 64
+_DIGITS = 100
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # UTF-8 has none: only an escape can be half a pair
 
 
@@ -67,7 +68,7 @@ def parse_object(data: bytes) -> dict[str, Any]:
         ApiError: 400: it is none, or holds what is no text.
     """
     try:
-        value = json.loads(data.decode("utf-8"), parse_constant=_no_number)
+        value = json.loads(data.decode("utf-8"), parse_constant=_no_number, parse_int=_integer)
     except UnicodeDecodeError as error:
         raise invalid(f"body: byte {error.start} is no UTF-8, expected a JSON object in UTF-8") from None
     except RecursionError:
@@ -83,6 +84,12 @@ def parse_object(data: bytes) -> dict[str, Any]:
         except UnicodeEncodeError:
             raise invalid("body: got half a surrogate pair in a text or a name, expected whole characters") from None
     return value
+
+
+def _integer(text: str) -> int:
+    if len(text) > _DIGITS:
+        raise ValueError(f"a whole number of {len(text)} digits, expected at most {_DIGITS}")
+    return int(text)
 
 
 def _no_number(name: str) -> NoReturn:

@@ -128,9 +128,11 @@ def _check(
 
 def _folder(name: str) -> Path:
     """The folder of --record-dir, made where it is missing."""
+    if not name:
+        raise UsageError("--record-dir: got an empty text, expected a directory")
     folder = Path(name)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # prompts will be in there
         with tempfile.TemporaryFile(dir=folder):
             pass
     except (OSError, ValueError) as error:

@@ -103,5 +103,5 @@ class CompletionFormat(Format):
     def _rest(self, piece: Piece) -> dict[str, Any]:
         logprobs = None
         if piece.logprobs is not None:
-            logprobs = completion_logprobs(piece.logprobs, self.tokenizer, offset=piece.offset, first=piece.first)
+            logprobs = completion_logprobs(piece.logprobs, self.tokenizer, offsets=piece.offsets, first=piece.first)
         return {"logprobs": logprobs, "finish_reason": piece.finish_reason}

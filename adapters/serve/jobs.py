@@ -48,6 +48,8 @@ class Job:
     """Which choice of the request."""
     prompt: Sequence[int]
     params: SamplingParams
+    seed: int
+    """In place of that of `params`."""
     limit: int
     """Length, prompt included, at which it ends."""
     speculate: bool

@@ -7,8 +7,8 @@ import attrs
 from posttrainllm.adapters.loading.tokenizer import Tokenizer
 from posttrainllm.adapters.result import TokenLogprobs
 from posttrainllm.adapters.serve.jobs import Outcome, Update
-from posttrainllm.adapters.serve.logprobs import shown_length
 from posttrainllm.adapters.serve.prepare import Work
+from posttrainllm.adapters.text import IncrementalDecoder
 
 __all__ = ["Piece", "PieceCutter", "join"]
 
@@ -19,8 +19,8 @@ class Piece:
 
     index: int
     text: str
-    offset: int = 0
-    """Characters of the choice before the first of its log probabilities."""
+    offsets: tuple[int, ...] = ()
+    """Characters of the choice before each id that has log probabilities; parts of a character have the same."""
     logprobs: tuple[TokenLogprobs | None, ...] | None = None
     """Of its ids, None for a prompt's first; None where nobody asked."""
     first: int
@@ -42,6 +42,7 @@ def join(pieces: Sequence[Piece]) -> Piece:
         pieces[0],
         text="".join(piece.text for piece in pieces),
         logprobs=tuple(entry for piece in pieces for entry in piece.logprobs or ()) if asked else None,
+        offsets=tuple(offset for piece in pieces for offset in piece.offsets),
         finish_reason=pieces[-1].finish_reason,
     )
 
@@ -55,8 +56,9 @@ class PieceCutter:
     """
 
     def __init__(self, work: Work, tokenizer: Tokenizer) -> None:
-        self._work, self._tokenizer = work, tokenizer
-        self._offsets = [0] * len(work.choices)
+        self._work = work
+        self._decoders = [IncrementalDecoder(tokenizer) for _ in work.choices]
+        self._decoded = [0] * len(work.choices)  # characters
         self._echoed = [not work.echo] * len(work.choices)
         self.outcomes: list[Outcome] = []
         """Of the choices that have ended, in the order in which they did."""
@@ -84,15 +86,16 @@ class PieceCutter:
     def _piece(
         self, index: int, text: str, logprobs: Sequence[TokenLogprobs | None], finish_reason: str | None = None
     ) -> Piece:
-        choice, offset = self._work.choices[index], self._offsets[index]
+        choice, offsets = self._work.choices[index], []
         for entry in logprobs:
+            offsets.append(self._decoded[index])
             token_id = choice.prompt[0] if entry is None else entry.token_id
-            self._offsets[index] += shown_length(token_id, self._tokenizer)
+            self._decoded[index] += len(self._decoders[index].push(token_id))
         return Piece(
             index=index,
             text=text,
-            offset=offset,
-            logprobs=tuple(logprobs) if choice.params.logprobs is not None else None,
+            offsets=tuple(offsets),
+            logprobs=tuple(logprobs) if self._work.params.logprobs is not None else None,
             first=choice.prompt[0],
             finish_reason=finish_reason,
         )

@@ -24,7 +24,7 @@ class Choice:
     """One choice of a request."""
 
     prompt: tuple[int, ...]
-    params: SamplingParams
+    seed: int
     limit: int
     """Length, prompt included, at which it ends."""
     echo: str = ""
@@ -36,6 +36,8 @@ class Work:
     """A request that can be carried out."""
 
     choices: tuple[Choice, ...]
+    params: SamplingParams
+    """Of every choice, but for the seed."""
     prompt_tokens: int
     """Of every prompt, once."""
     speculate: bool
@@ -165,23 +167,19 @@ def _work(
     options: dict[str, Any],
 ) -> Work:
     count = count_choices(body) // len(prompts)
+    params = SamplingParams.from_options({**options, "seed": body.seed})
     choices = []
     for ids, echo in prompts:
         for index in range(count):
-            seed = {} if body.seed is None else {"seed": _seed(body.seed, index)}
-            params = SamplingParams.from_options({**options, **seed})
+            seed = (params.seed + index) % 2**64
             limit = min(len(ids) + params.max_tokens, settings.context)
-            choices.append(Choice(prompt=tuple(ids), params=params, limit=limit, echo=echo))
+            choices.append(Choice(prompt=tuple(ids), seed=seed, limit=limit, echo=echo))
     return Work(
         choices=tuple(choices),
+        params=params,
         prompt_tokens=sum(len(ids) for ids, _ in prompts),
         speculate=body.speculative is not False,
         stream=bool(body.stream),
         include_usage=bool(body.stream and body.stream_options and body.stream_options.include_usage),
         echo=isinstance(body, CompletionRequest) and bool(body.echo),
     )
-
-
-def _seed(seed: int, index: int) -> int:
-    """Of one choice: the first has the request's, each further one the next; a seed out of range is left for others."""
-    return seed if index == 0 else (seed + index) % 2**64

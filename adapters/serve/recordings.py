@@ -32,7 +32,7 @@ class Recording:
         try:
             self._writer = TraceWriter(self._path)
             self._writer.begin(engine, number, request, fingerprints=self._fingerprints, request_id=self._request_id)
-        except TraceError as error:
+        except (TraceError, OSError) as error:
             self._give_up(error)
 
     def step(self, step: RowStep) -> None:
@@ -41,7 +41,7 @@ class Recording:
             return
         try:
             self._writer.step(step)
-        except TraceError as error:
+        except (TraceError, OSError) as error:
             self._give_up(error)
 
     def end(self, reason: str | None) -> None:
@@ -52,14 +52,14 @@ class Recording:
             if reason is not None:
                 self._writer.end(reason)
             self._writer.close()
-        except TraceError as error:
+        except (TraceError, OSError) as error:
             self._give_up(error)
         self._writer = None
 
-    def _give_up(self, error: TraceError) -> None:
+    def _give_up(self, error: Exception) -> None:
         LOGGER.warning("%s is not recorded: %s", self._request_id, error)
         if self._writer is not None:
-            with suppress(TraceError):  # said already
+            with suppress(TraceError, OSError):  # said already
                 self._writer.close()
         self._writer = None
 

@@ -13,6 +13,7 @@ from posttrainllm.adapters.serve.settings import ServeSettings
 __all__ = ["check_ids", "options_of", "unknown_model"]
 
 _MOST_STOPS = 64
+_MOST_STOP_IDS = 1024
 _LONGEST_STOP = 256  # the engine's thread holds text back against it
 _COMPLETION_TOKENS = 16  # as OpenAI's API has it where a request says nothing
 _TEMPERATURE = 1.0  # the same
@@ -45,7 +46,12 @@ def options_of(body: ChatRequest | CompletionRequest, settings: ServeSettings) -
     if len(stops) > _MOST_STOPS or any(len(stop) > _LONGEST_STOP for stop in stops):
         raise invalid(f"stop: expected at most {_MOST_STOPS} texts of {_LONGEST_STOP} characters", param="stop")
     options["stop"] = tuple(stops)
-    options["stop_token_ids"] = tuple(set(body.stop_token_ids or ()))
+    stop_ids = body.stop_token_ids or []
+    if len(stop_ids) > _MOST_STOP_IDS:
+        raise invalid(
+            f"stop_token_ids: got {len(stop_ids)} ids, expected at most {_MOST_STOP_IDS}", param="stop_token_ids"
+        )
+    options["stop_token_ids"] = tuple(stop_ids)
     options["logit_bias"] = _bias(body.logit_bias or {})
     for field in ("stop_token_ids", "logit_bias"):
         check_ids(field, options[field], settings.vocab_size)

@@ -157,10 +157,11 @@ class Scheduler:
 
     def _leave(self, seat: Seat, reason: str | None) -> None:
         """Free a row."""
-        if self._seats.pop(seat.number, None) is None:
+        if seat is self._entering:
             self._entering = None
         else:
-            self._engine.release(seat.number)
+            self._engine.release(seat.number)  # where this fails the seat still counts, and is told
+            del self._seats[seat.number]
         self._free.append(seat.number)
         self.admission.left(seat.seconds)
         seat.end(reason)

@@ -198,7 +198,9 @@ def parse(kind: type[_Body], value: dict[str, Any]) -> _Body:
 
 def _told(error: Any) -> ApiError:
     """One line for the first thing that pydantic found."""
-    field, got, loc = str(error["loc"][0])[:60], reprlib.repr(error["input"]), error["loc"]
+    field, loc = str(error["loc"][0])[:60], error["loc"]
+    got = {True: "true", False: "false"}.get(error["input"]) if isinstance(error["input"], bool) else None
+    got = got or reprlib.repr(error["input"])
     place = ".".join(map(str, loc))[:80]
     if error["type"] == "extra_forbidden":
         return _no_such_field(place)
@@ -207,11 +209,12 @@ def _told(error: Any) -> ApiError:
     if field in _EXPECTED:
         return invalid(f"{field}: got {got}, expected {_EXPECTED[field]}", param=field)
     if field in _SUPPORTED:
-        message = f"{field}: this server supports {_SUPPORTED[field]}"
+        message = f"{field}: got {got}, this server supports {_SUPPORTED[field]}"
         return invalid(message, param=field, code="unsupported_parameter")
     if field == "messages" and loc[-1] == "content":
         return invalid(f"{place}: got {got}, expected a text or a list of text parts", param=field)
-    expected = error["msg"].removeprefix("Input should be ").replace("'", "")
+    expected = "an object" if error["type"] == "model_type" else error["msg"].removeprefix("Input should be ")
+    expected = expected.replace("'", "")
     return invalid(f"{place}: got {got}, expected {expected}", param=field)
 
 

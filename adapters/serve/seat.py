@@ -3,6 +3,8 @@
 import time
 from collections.abc import Generator
 
+import attrs
+
 from posttrainllm.adapters.completion import Completion
 from posttrainllm.adapters.engine import Engine
 from posttrainllm.adapters.gate.standing import Standing
@@ -50,6 +52,7 @@ class Seat:
         drafted = job.speculate and standing.enabled
         draft_k = engine.width - 1 if drafted else 0
         request = request_of(job.params, job.prompt, limit=job.limit, draft_k=draft_k)
+        request = attrs.evolve(request, seed=job.seed)
         self._speculative = speculation(standing, engine.width, job)
         self._prefill = engine.prefill(request)
         self._completion = Completion(

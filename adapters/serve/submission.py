@@ -63,11 +63,12 @@ class Submission:
                 request_id=request_id,
                 index=index,
                 prompt=choice.prompt,
-                params=choice.params,
+                params=work.params,
+                seed=choice.seed,
                 limit=choice.limit,
                 since=arrived,
                 speculate=work.speculate,
-                score=work.echo and choice.params.logprobs is not None,
+                score=work.echo and work.params.logprobs is not None,
                 deliver=partial(deliver, index),
             )
             for index, choice in enumerate(work.choices)

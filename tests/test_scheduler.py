@@ -230,6 +230,18 @@ def test_an_engine_that_fails_on_a_prompt_tells_whoever_asked(pair, monkeypatch,
     assert client.updates[-1].error.status == 500
 
 
+def test_an_engine_that_fails_when_a_row_is_freed_tells_whoever_had_it(pair, monkeypatch):
+    def release(self, row):
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(Engine, "release", release)
+    scheduler, client = scheduler_of(pair), Client(tokens=5)
+    admit(scheduler.admission, client)
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        scheduler.run()
+    assert client.updates[-1].error.status == 500
+
+
 def test_logits_that_are_not_finite_end_their_own_request_alone(pair, monkeypatch):
     real, failed = Engine.step, []
 

@@ -406,6 +406,22 @@ def test_an_echo_scores_the_prompt_too(client, prompt, stream):
     assert offsets == [len("".join(tokens[:index])) for index in range(len(tokens))]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_parts_of_a_split_character_stand_where_it_does(client, stream):
+    prompt = "x = '\U0001f642 \xe9 \u65e5\u672c'  # y"
+    request = completion(prompt, 4, echo=True, logprobs=0, stop=["zzz", "\n "], stream=stream)
+    answer = client.completions.create(**arguments_of(request))
+    choices = [choice for part in (answer if stream else [answer]) for choice in part.choices if choice.logprobs]
+    tokens = [token for choice in choices for token in choice.logprobs.tokens]
+    offsets = [offset for choice in choices for offset in choice.logprobs.text_offset]
+    assert "\ufffd" in tokens
+    whole = [(token, offset) for token, offset in zip(tokens, offsets, strict=True) if "\ufffd" not in token]
+    assert len(whole) > 8
+    for token, offset in whole:
+        if offset + len(token) <= len(prompt):
+            assert prompt[offset:].startswith(token)
+
+
 def test_the_log_probabilities_of_an_echoed_prompt_are_those_of_its_ids_as_a_reply(client):
     """Greedy ids scored as they are decoded, then echoed as part of a prompt."""
     reply = client.completions.create(**arguments_of(completion(CODE, 12, logprobs=0)))

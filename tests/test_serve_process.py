@@ -196,21 +196,38 @@ def test_a_signal_lets_what_is_under_way_and_waiting_end_whole_and_takes_nothing
         assert "Traceback" not in server.log
 
 
-@pytest.mark.slow
-def test_a_second_signal_does_not_wait_for_what_is_under_way(tmp_path):
-    with ServerProcess(tmp_path, "--gate", "off", "--max-context", "1000") as server:
-        body = {**PLAIN, "max_tokens": 10**6, "stream": True}
-        with server.events(COMPLETIONS, body) as events:
-            texts = [next(events)["choices"][0]["text"]]
-            server.process.send_signal(signal.SIGINT)
-            wait_for(lambda: refuses(server))
-            server.process.send_signal(signal.SIGINT)
-            try:
-                texts += [event for event in events if event != "[DONE]" and "usage" in event]
-            except httpx.TransportError:
-                texts.append("cut")
-        assert texts[-1] == "cut" or len(texts) == 1
+SHORT_DRAIN = f"""
+{START}
+import time
+from posttrainllm.adapters.engine import Engine
+from posttrainllm.adapters.serve import lifecycle
+lifecycle._DRAIN_S = 1
+whole = Engine.step
+def step(self):
+    time.sleep(0.05)
+    return whole(self)
+Engine.step = step
+{MAIN}
+"""
+
+
+@pytest.mark.parametrize("signals", [1, 2], ids=["the drain is over", "a second signal"])
+def test_whoever_is_not_answered_when_the_server_stops_is_told_so(tmp_path, signals):
+    with ServerProcess(tmp_path, "--gate", "off", "--max-context", "1000", program=SHORT_DRAIN) as server:
+        body = {**PLAIN, "max_tokens": 10**6}
+        with server.events(COMPLETIONS, {**body, "stream": True}) as events, ThreadPoolExecutor(1) as threads:
+            next(events)
+            waiting = threads.submit(server.post, COMPLETIONS, body)
+            wait_for(lambda: server.get("/health").json()["queue"]["waiting"] == 1)
+            for _ in range(signals):
+                server.process.send_signal(signal.SIGTERM)
+                wait_for(lambda: refuses(server))
+            *_, error, done = events
+            assert (error["error"]["code"], done) == ("shutting_down", "[DONE]")
+            assert waiting.result().status_code == 503
+            assert waiting.result().json()["error"]["code"] == "shutting_down"
         assert server.process.wait(60) == 0
+        assert "Traceback" not in server.log
 
 
 def refuses(server):

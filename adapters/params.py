@@ -81,7 +81,7 @@ class SamplingParams:
     frequency_penalty: float = attrs.field(default=0.0, converter=_plain)
     """-2 to 2: subtracted once for each time that an id was generated."""
     repetition_penalty: float = attrs.field(default=1.0, converter=_plain)
-    """0.01 to 10: divides the positive logits of ids in prompt or output and multiplies the others; 1 is off."""
+    """0.01 to 10: positive logits of ids in prompt or output are divided by it, the others by its inverse; 1 is off."""
     logprobs: int | None = attrs.field(default=None, converter=_plain)
     """How many alternatives to report beside each id's log probability, 0 to 20; None reports none of it."""
     stop_token_ids: tuple[int, ...] = attrs.field(default=(), converter=_as_ids)

@@ -72,7 +72,7 @@ class Sampling(_Record):
     frequency_penalty: mx.array
     """float32 [B]: subtracted once for each time that an id was generated; 0 is off."""
     repetition_penalty: mx.array
-    """float32 [B]: positive logits of ids in prompt or output are divided by it, the others by its inverse; 1 is off."""
+    """float32 [B]: positive logits of ids in prompt or output are divided by it, others by its inverse; 1 is off."""
     bias: mx.array
     """float32 [B, V]: added to the logits; [B, 0] where no row has a bias. V: the ids that may be emitted."""
 

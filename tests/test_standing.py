@@ -102,11 +102,8 @@ def test_auto_compares_the_first_prompts_in_the_servers_shapes_and_leaves_the_re
     pair, own_cache, capfd, monkeypatch
 ):
     found, later = boot(pair)
-    assert found.to_dict() == {
-        "enabled": True,
-        "verdict": "provisional",
-        "reason": "2 of 4 prompts were compared, the full gate is still to come",
-    }
+    assert (found.enabled, found.verdict) == (True, "provisional")
+    assert found.reason == "2 of 4 prompts were compared, the full gate is still to come"
     assert later
     (file,) = own_cache.glob("*.json")
     key = json.loads(file.read_text())["key"]
@@ -279,7 +276,6 @@ def test_a_verdict_that_cannot_be_kept_holds_all_the_same_and_says_so(pair, tmp_
     found, _ = boot(pair)
     assert found.verdict == "provisional"
     assert str(blocked) in found.unkept
-    assert "unkept" not in found.to_dict()
     assert capfd.readouterr() == ("", "")
 
 

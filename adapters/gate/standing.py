@@ -64,10 +64,6 @@ class Standing:
     unkept: str | None = None
     """Why a verdict that was reached could not be kept; the next start runs the gate again."""
 
-    def to_dict(self) -> dict[str, Any]:
-        """`enabled`, `verdict` and `reason`, for JSON."""
-        return {"enabled": self.enabled, "verdict": self.verdict, "reason": self.reason}
-
 
 def _silent(what: str, done: int, total: int) -> None:
     pass

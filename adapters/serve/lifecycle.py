@@ -82,7 +82,7 @@ def serve_until_stopped(options: ServeOptions, listener: socket.socket, *, cors_
         cors_origins: origins whose pages may read the answers.
 
     Returns:
-        The exit status: 0 after SIGTERM or SIGINT, 1 after a failure of the engine.
+        The exit status: 0 after SIGTERM or SIGINT, 1 after a failure.
 
     Raises:
         PosttrainllmError: the engine cannot be started.
@@ -93,9 +93,14 @@ def serve_until_stopped(options: ServeOptions, listener: socket.socket, *, cors_
     server = uvicorn.Server(_config(app))
     listen(listener)
 
+    crashed = threading.Event()
+
     def answer() -> None:
         try:
             server.run(sockets=[listener])
+        except BaseException:  # nobody else sees what ends a thread
+            crashed.set()
+            LOGGER.exception("the HTTP side failed")
         finally:
             scheduler.admission.close()  # drained, or failed: the engine has nobody to work for
 
@@ -126,7 +131,7 @@ def serve_until_stopped(options: ServeOptions, listener: socket.socket, *, cors_
     deadline.cancel()
     for number, handler in previous.items():
         signal.signal(number, handler)
-    return 1 if failed or not server.started else 0
+    return 1 if failed or crashed.is_set() or not server.started else 0
 
 
 def _config(app: Starlette) -> uvicorn.Config:

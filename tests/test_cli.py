@@ -253,12 +253,13 @@ def test_ctrl_c_under_json_still_prints_one_object():
     code = (
         "import os, signal, sys\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "from posttrainllm.adapters import generation\n"
-        "original = generation.Generation._absorb\n"
+        "from posttrainllm.adapters.completion import Completion\n"
+        "original, steps = Completion.absorb, []\n"
         "def absorb(self, step):\n"
-        "    if self._engine.steps == 3: os.kill(os.getpid(), signal.SIGINT)\n"
+        "    steps.append(step)\n"
+        "    if len(steps) == 3: os.kill(os.getpid(), signal.SIGINT)\n"
         "    return original(self, step)\n"
-        "generation.Generation._absorb = absorb\n"
+        "Completion.absorb = absorb\n"
         "sys.argv = ['posttrainllm', 'sample', '--prompt', 'x', '--json']\n"
         "from posttrainllm.adapters.cli import main\nmain()\n"
     )

@@ -15,6 +15,10 @@ serve=false
 folder=
 while true; do
   case ${1:-} in
+    -h | --help)
+      sed -n '2,/^set/s/^# \{0,1\}//p' "$0" # this comment
+      exit 0
+      ;;
     --short) short=true ;;
     --serve) serve=true ;;
     --out)

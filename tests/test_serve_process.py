@@ -271,6 +271,13 @@ def test_every_option_can_be_a_variable(monkeypatch):
     assert found == {name: value for name, (_, value) in VARIABLES.items()}
 
 
+def test_an_empty_variable_for_the_key_starts_no_open_server(monkeypatch):
+    monkeypatch.setenv("POSTTRAINLLM_API_KEY", "")
+    result = invoke("serve", "--gate", "off")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: POSTTRAINLLM_API_KEY: got an empty variable")
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

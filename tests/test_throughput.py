@@ -306,3 +306,12 @@ def test_every_prompt_starts_with_another_contender():
     repeats = measure([Logged("a"), Logged("b"), Logged("c")], [[1], [2], [3]], 2, {})
     assert order == ["a", "b", "c", "b", "c", "a", "c", "a", "b"]
     assert [[one.contender for one in rounds] for rounds in repeats] == [["a", "b", "c"]] * 3
+
+
+def test_help_of_the_script_says_how_to_call_it_and_leaves_nothing_behind(tmp_path):
+    script = Path(__file__).parent.parent / "evals" / "specdec-throughput.sh"
+    for arguments in (["--help"], ["--serve", "--help"]):
+        done = subprocess.run([script, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0
+        assert "[--serve] [--short] [--out FOLDER]" in done.stdout
+    assert list(tmp_path.iterdir()) == []

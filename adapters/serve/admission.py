@@ -85,7 +85,7 @@ class Admission:
             ahead = len(self._waiting) + self._reserved
             if self._in_rows + ahead + count > most:
                 wait = self._mean_s * (ahead + 1) / self._slots
-                raise busy(count, most - self._in_rows - ahead, min(max(round(wait), 1), _LONGEST_RETRY_S))
+                raise busy(count, self._in_rows, ahead, most, min(max(round(wait), 1), _LONGEST_RETRY_S))
             self._reserved += count
 
     def take(self) -> Job | None:

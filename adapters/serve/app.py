@@ -211,7 +211,7 @@ class _Api:
 def _refusal(request: Request, error: ApiError) -> Response:
     """An error in OpenAI's shape."""
     request_id = getattr(request.state, "id", None) or f"req-{secrets.token_hex(12)}"
-    LOGGER.info("%s %s: %d %s", one_line(request.url.path), request_id, error.status, error.code or "")
+    LOGGER.info("%s %s: %d %s", one_line(request.url.path), request_id, error.status, error.code or error.param or "")
     LOGGER.debug("%s: %s", request_id, error)  # it quotes the client
     return JSONResponse(error.body(), status_code=error.status, headers={**error.headers, "x-request-id": request_id})
 

@@ -1,6 +1,7 @@
 """`posttrainllm serve`: parse, check, run."""
 
 import logging
+import os
 import re
 import sys
 import tempfile
@@ -117,9 +118,11 @@ def _check(
         raise UsageError(f"--request-timeout: got {request_timeout:g}, expected seconds, more than 0")
     if served_model_name is not None and not (is_text(served_model_name) and served_model_name.isprintable()):
         raise UsageError("--served-model-name: got an empty text or one that cannot be printed, expected text")
+    if os.environ.get("POSTTRAINLLM_API_KEY") == "":  # click takes an empty variable for none: a server without a key
+        raise UsageError("POSTTRAINLLM_API_KEY: got an empty variable, expected a key, or no such variable")
     if api_key is not None and not re.fullmatch("[!-~]([ -~]*[!-~])?", api_key):  # what a header can carry
         raise UsageError(
-            "--api-key: got characters that a header cannot carry, expected ASCII without spaces around it"
+            "--api-key: got nothing, or what a header cannot carry, expected ASCII without spaces around it"
         )
     for origin in cors_origin:
         if not re.fullmatch(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+", origin):  # anything else no browser would send

@@ -59,12 +59,12 @@ def invalid(message: str, *, param: str | None = None, code: str | None = None) 
     return ApiError(400, message, param=param, code=code)
 
 
-def busy(count: int, room: int, retry_after_s: int) -> ApiError:
+def busy(count: int, in_rows: int, waiting: int, most: int, retry_after_s: int) -> ApiError:
     """429: the line is full."""
     return ApiError(
         429,
-        f"the server is busy: got {count} choice{'s' if count > 1 else ''}, expected at most {room} for now; "
-        f"try again in {retry_after_s} s",
+        f"the server is busy: got {count} choice{'s' if count > 1 else ''} beside {in_rows} that decode and {waiting} "
+        f"that wait, expected at most {most} in all; try again in {retry_after_s} s",
         kind="rate_limit_error",
         code="queue_full",
         headers={"retry-after": str(retry_after_s)},

@@ -112,6 +112,11 @@ def serve_until_stopped(options: ServeOptions, listener: socket.socket, *, cors_
         if server.should_exit:  # a second signal does not wait
             scheduler.admission.close()
         else:
+            LOGGER.info(
+                "stopping: %d choices under way and %d waiting have %d s; a second signal ends them",
+                *scheduler.admission.counts,
+                _DRAIN_S,
+            )
             deadline.start()
         server.should_exit = True
 
@@ -155,13 +160,12 @@ def _announce(served: Served, listener: socket.socket) -> None:
     models = (
         pair.target.label if pair.draft is None else f"{pair.target.label} + {pair.draft.label}, K={engine.width - 1}"
     )
-    if not standing.enabled:
-        models += f", no speculation: {standing.reason}"
-    elif standing.verdict is not None:
-        models += f", gate: {standing.verdict}"
+    state = f"gate: {standing.verdict}" if standing.enabled else f"no speculation: {standing.reason}"
     LOGGER.info(
-        "serving %s as %s on http://%s:%d/v1 | slots %d, context %d | %s, %s",
-        *(models, settings.name, shown, port, engine.rows, settings.context, pair.runtime.device, pair.target.dtype),
+        "serving %s on http://%s:%d/v1 | %s | %s | slots %d, context %d, %s | %s, %s",
+        *(settings.name, shown, port, models, state, engine.rows, settings.context),
+        "with a key" if settings.api_key is not None else "no key",
+        *(pair.runtime.device, pair.target.dtype),
     )
     if settings.api_key is None and not ipaddress.ip_address(host).is_loopback:
         LOGGER.warning("%s can be reached from other machines, and there is no --api-key", shown)

@@ -84,7 +84,7 @@ def prepare_chat(body: ChatRequest, settings: ServeSettings, tokenizer: Tokenize
         UsageError, CapacityError: an option is out of range, or the prompt does not fit.
     """
     if body.tools and body.tool_choice != "none":
-        raise invalid("tools: this server supports none: an empty list", param="tools", code="unsupported_parameter")
+        raise invalid("tools: this server supports no tools", param="tools", code="unsupported_parameter")
     options = options_of(body, settings)
     return _work(body, settings, [(_conversation(body, settings, tokenizer), "")], options)
 

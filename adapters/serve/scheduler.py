@@ -4,6 +4,7 @@ All MLX work is done here, since its streams belong to threads. A turn admits wh
 runs one step, so that a prompt delays the rows beside it by a chunk a step, and whoever leaves frees a row within one.
 """
 
+import time
 from collections.abc import Callable
 from typing import Protocol
 
@@ -177,7 +178,8 @@ class Scheduler:
         """Run the whole gate; whoever asks meanwhile is answered between its steps."""
         assert self._full_gate is not None
         gate, self._full_gate = self._full_gate, None
-        LOGGER.info("gate: the full set of prompts runs while nobody asks")
+        started = time.perf_counter()
+        LOGGER.info("gate: all prompts are compared while nobody asks, which takes minutes and a busy processor")
         try:
             standing = gate(progress=self._pump)
         except (_StopError, _FaultError):
@@ -189,7 +191,7 @@ class Scheduler:
         if standing.unkept is not None:
             LOGGER.warning("the verdict is not kept: %s", standing.unkept)
         if standing.enabled:
-            LOGGER.info("gate: %s", standing.verdict)
+            LOGGER.info("gate: %s, %.0f s after it began", standing.verdict, time.perf_counter() - started)
             return
         # the gate goes on only while no row is taken, so nothing is in flight that could be cut short
         LOGGER.warning("speculation is switched off: %s %s", standing.reason, AGAIN)

@@ -62,7 +62,7 @@ def _text_alone(value: Any) -> list[str]:
 
 def _texts(value: Any) -> list[str]:
     texts = [value] if isinstance(value, str) else value
-    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+    if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
         raise ValueError
     return texts
 
@@ -70,16 +70,25 @@ def _texts(value: Any) -> list[str]:
 _Body = TypeVar("_Body", bound=BaseModel)
 _EXPECTED = {
     "prompt": "a text, token ids, or a list of either",
-    "stop": "a text or a list of texts",
+    "stop": "a text or a list of texts, none of them empty",
     "stop_token_ids": "a list of token ids",
+}
+_IN_WORDS = {
+    "bool_type": "true or false",
+    "dict_type": "an object",
+    "float_type": "a number",
+    "int_type": "a whole number",
+    "list_type": "a list",
+    "model_type": "an object",
+    "string_type": "a text",
 }
 _SUPPORTED = {
     "response_format": 'none but {"type": "text"}',
-    "tool_choice": "no tools: none or auto",
-    "functions": "no functions: an empty list",
-    "function_call": "no functions: none or auto",
+    "tool_choice": "no tools, only none and auto",
+    "functions": "no functions",
+    "function_call": "no functions, only none and auto",
     "modalities": "text alone",
-    "suffix": "no suffix: null",
+    "suffix": "no suffix",
 }
 
 
@@ -173,6 +182,12 @@ class CompletionRequest(_Request):
     suffix: Literal[""] | None = None
 
 
+_OTHERS: dict[type[BaseModel], tuple[type[BaseModel], str]] = {
+    ChatRequest: (CompletionRequest, "/v1/completions"),
+    CompletionRequest: (ChatRequest, "/v1/chat/completions"),
+}
+
+
 def parse(kind: type[_Body], value: dict[str, Any]) -> _Body:
     """Check a body's fields.
 
@@ -189,6 +204,10 @@ def parse(kind: type[_Body], value: dict[str, Any]) -> _Body:
     present = {name: entry for name, entry in value.items() if entry is not None}  # null is every field's default
     unknown = next((name for name in present if name not in kind.model_fields), None)
     if unknown is not None:  # pydantic would collect them all
+        other, path = _OTHERS[kind]
+        if unknown in other.model_fields:
+            message = f"{unknown}: got a field of {path} on another endpoint"
+            raise invalid(message, param=unknown, code="unsupported_parameter")
         raise _no_such_field(unknown)
     try:
         return kind.model_validate(present)
@@ -213,8 +232,7 @@ def _told(error: Any) -> ApiError:
         return invalid(message, param=field, code="unsupported_parameter")
     if field == "messages" and loc[-1] == "content":
         return invalid(f"{place}: got {got}, expected a text or a list of text parts", param=field)
-    expected = "an object" if error["type"] == "model_type" else error["msg"].removeprefix("Input should be ")
-    expected = expected.replace("'", "")
+    expected = _IN_WORDS.get(error["type"]) or error["msg"].removeprefix("Input should be ").replace("'", "")
     return invalid(f"{place}: got {got}, expected {expected}", param=field)
 
 

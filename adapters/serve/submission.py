@@ -100,8 +100,9 @@ class Submission:
                     yield None
                 continue
             if update.error is not None:
-                self._end = "failed"
-                raise as_api_error(update.error)
+                error = as_api_error(update.error)
+                self._end = error.code or "failed"
+                raise error
             self._tokens += 0 if update.chunk is None else len(update.chunk.token_ids)
             if update.outcome is not None:
                 self._proposed += update.outcome.usage.draft_proposed

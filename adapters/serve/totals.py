@@ -37,13 +37,20 @@ def totals(work: Work, outcomes: Sequence[Outcome]) -> dict[str, Any]:
             "accept_rate": accepted / proposed if proposed else None,
         },
         "speculative": speculative,
-        "timings": {
-            "queue_s": max(outcome.queue_s for outcome in outcomes),
-            "prefill_s": max(timing.prefill_s for timing in timings),
-            "ttft_s": min(timing.ttft_s for timing in timings),
-            "decode_s": max(timing.decode_s for timing in timings),
-            "decode_tokens_per_s": timings[0].decode_tokens_per_s if len(timings) == 1 else None,
-            "steps": steps,
-            "tokens_per_step": completed / steps if steps else None,
-        },
+        "timings": _rounded(
+            {
+                "queue_s": max(outcome.queue_s for outcome in outcomes),
+                "prefill_s": max(timing.prefill_s for timing in timings),
+                "ttft_s": min(timing.ttft_s for timing in timings),
+                "decode_s": max(timing.decode_s for timing in timings),
+                "decode_tokens_per_s": timings[0].decode_tokens_per_s if len(timings) == 1 else None,
+                "steps": steps,
+                "tokens_per_step": completed / steps if steps else None,
+            }
+        ),
     }
+
+
+def _rounded(timings: dict[str, Any]) -> dict[str, Any]:
+    """To microseconds."""
+    return {name: round(value, 6) if isinstance(value, float) else value for name, value in timings.items()}

@@ -26,7 +26,9 @@ __all__ = ["serve"]
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", type=int, default=8090, show_default=True, help="0 takes a free one.")
 @click.option("--slots", type=int, default=1, show_default=True, help="Requests that decode together.")
-@click.option("--max-context", type=int, metavar="N", help="Most tokens of prompt and reply. Default: 4096, or fewer.")
+@click.option(
+    "--max-context", type=int, metavar="N", help="Most tokens of prompt and reply. Default: the model's, 4096 at most."
+)
 @click.option("--max-tokens-limit", type=int, metavar="N", help="Most tokens of a reply. Default: the context.")
 @click.option("--queue", type=int, default=64, show_default=True, help="Requests that may wait for a slot.")
 @click.option(

@@ -10,6 +10,7 @@ from collections import deque
 import attrs
 import mlx.core as mx
 
+from posttrainllm.adapters.checks import check_ids
 from posttrainllm.adapters.loading.memory import Forecast
 from posttrainllm.adapters.loading.pair import Pair
 from posttrainllm.adapters.prefill import PromptPrefill, prefill_chunk
@@ -17,7 +18,6 @@ from posttrainllm.adapters.rows import (
     RowPlace,
     RowRequest,
     RowStep,
-    check_bias,
     read_rows,
     sampling_of,
     smallest_mode,
@@ -236,12 +236,9 @@ class Engine:
 
     def step_for(self, config: StepConfig) -> Step:
         """The compiled step of a configuration, on this engine's models."""
-        key = (config, self._compiled)
-        if key not in self.pair.compiled:
-            target, draft = self.models
-            self.pair.compiled[key] = compile_step(config, target, draft, compiled=self._compiled)
-        step: Step = self.pair.compiled[key]
-        return step
+        return self.pair.once(
+            ("step", config, self._compiled), lambda: compile_step(config, *self.models, compiled=self._compiled)
+        )
 
     @property
     def models(self) -> tuple[Forward, Draft | None]:
@@ -253,11 +250,10 @@ class Engine:
         return self.pair.target.forward, draft
 
     def _prefill_for(self, index: int) -> Prefill:
-        key = (index, self._compiled)
-        if key not in self.pair.compiled:
-            self.pair.compiled[key] = compile_prefill(self._models[index].forward, compiled=self._compiled)
-        prefill: Prefill = self.pair.compiled[key]
-        return prefill
+        forward = self._models[index].forward
+        return self.pair.once(
+            ("prefill", index, self._compiled), lambda: compile_prefill(forward, compiled=self._compiled)
+        )
 
     def _take(self) -> DecodeState:
         assert self._state is not None, "a step failed and took the state with it"
@@ -270,11 +266,8 @@ class Engine:
     def _check(self, request: RowRequest) -> None:
         if not request.prompt:
             raise CapacityError("prompt: got no token, expected 1 or more")
-        vocab_size = self.pair.target.vocab_size
-        for index in request.prompt:
-            if not 0 <= index < vocab_size:
-                raise CapacityError(f"prompt: got token id {index}, expected 0 to {vocab_size - 1}")
-        check_bias(request, self._vocab_size)
+        check_ids("prompt", request.prompt, self.pair.target.vocab_size)
+        check_ids("logit-bias", [index for index, _ in request.logit_bias], self._vocab_size)
         most = min(self.capacity - 1, self.pair.target.context)
         if not len(request.prompt) < request.limit <= most:
             raise CapacityError(

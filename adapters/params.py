@@ -7,7 +7,8 @@ from typing import Any, Literal, TypeAlias
 
 import attrs
 
-from posttrainllm.kernel.errors import CapacityError, UsageError
+from posttrainllm.adapters.checks import check_ids
+from posttrainllm.kernel.errors import UsageError
 
 __all__ = ["MAX_DRAFT_K", "MAX_LOGPROBS", "AcceptRule", "SamplingParams", "check_width", "is_int", "is_text"]
 
@@ -146,12 +147,8 @@ class SamplingParams:
         Raises:
             CapacityError: naming the id and the size.
         """
-        named = (("logit-bias", [index for index, _ in self.logit_bias]), ("stop-token-ids", self.stop_token_ids))
-        for name, ids in named:
-            for index in ids:
-                if index >= vocab_size:
-                    most = f"0 to {vocab_size - 1}, of a vocabulary of {vocab_size}"
-                    raise CapacityError(f"--{name}: got token id {index}, expected {most}")
+        check_ids("--logit-bias", [index for index, _ in self.logit_bias], vocab_size)
+        check_ids("--stop-token-ids", self.stop_token_ids, vocab_size)
 
     @property
     def described(self) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from posttrainllm.adapters.checks import check_ids
 from posttrainllm.adapters.engine import Engine
 from posttrainllm.adapters.logprobs import read_logprobs
 from posttrainllm.adapters.result import TokenLogprobs
@@ -60,18 +61,14 @@ def _padded(ids: npt.NDArray[np.int32], size: int) -> mx.array:
 
 def _score_for(engine: Engine) -> Score:
     pair = engine.pair
-    key = ("score", pair.runtime.compiled)
-    if key not in pair.compiled:
-        pair.compiled[key] = compile_score(pair.target.forward, pair.vocab_size, compiled=pair.runtime.compiled)
-    score: Score = pair.compiled[key]
-    return score
+    compiled = pair.runtime.compiled
+    return pair.once(
+        ("score", compiled), lambda: compile_score(pair.target.forward, pair.vocab_size, compiled=compiled)
+    )
 
 
 def _check(engine: Engine, prompt: Sequence[int]) -> None:
-    vocab_size = engine.pair.target.vocab_size
     most = min(engine.capacity - 1, engine.pair.target.context)
     if not 1 <= len(prompt) <= most:
         raise CapacityError(f"prompt: got {len(prompt)} tokens, expected 1 to {most}")
-    for index in prompt:
-        if not 0 <= index < vocab_size:
-            raise CapacityError(f"prompt: got token id {index}, expected 0 to {vocab_size - 1}")
+    check_ids("prompt", prompt, engine.pair.target.vocab_size)

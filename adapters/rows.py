@@ -8,17 +8,16 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from posttrainllm.adapters.checks import check_ids
 from posttrainllm.adapters.logprobs import read_logprobs
 from posttrainllm.adapters.result import TokenLogprobs
 from posttrainllm.kernel.config import Mode, StepConfig
-from posttrainllm.kernel.errors import CapacityError
 from posttrainllm.kernel.state import Sampling, StepOutput
 
 __all__ = [
     "RowPlace",
     "RowRequest",
     "RowStep",
-    "check_bias",
     "read_rows",
     "sampling_of",
     "smallest_mode",
@@ -118,22 +117,6 @@ def wanted_logprobs(requests: Sequence[RowRequest | None]) -> dict[int, int]:
     }
 
 
-def check_bias(request: RowRequest, vocab_size: int) -> None:
-    """Refuse a bias on an id that is never emitted: MLX and numpy would write elsewhere.
-
-    Args:
-        request: of one row.
-        vocab_size: ids that may be emitted.
-
-    Raises:
-        CapacityError: naming the id and the size.
-    """
-    for index, _ in request.logit_bias:
-        if not 0 <= index < vocab_size:
-            most = f"0 to {vocab_size - 1}, of a vocabulary of {vocab_size}"
-            raise CapacityError(f"logit-bias: got token id {index}, expected {most}")
-
-
 def sampling_of(requests: Sequence[RowRequest | None], vocab_size: int) -> Sampling:
     """The kernel's arrays for B rows; an idle row is greedy.
 
@@ -168,7 +151,7 @@ def _bias_of(rows: Sequence[RowRequest], vocab_size: int) -> npt.NDArray[np.floa
     """Dense bias of B rows, no columns where none has one."""
     bias = np.zeros((len(rows), vocab_size if any(row.logit_bias for row in rows) else 0), dtype=np.float32)
     for index, row in enumerate(rows):
-        check_bias(row, vocab_size)
+        check_ids("logit-bias", [index for index, _ in row.logit_bias], vocab_size)
         for token_id, value in row.logit_bias:
             bias[index, token_id] = value
     return bias

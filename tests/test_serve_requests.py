@@ -216,7 +216,9 @@ def test_a_model_is_known_by_its_name_and_by_where_it_was_loaded_from(tokenizer)
 def test_an_id_that_the_target_can_read_but_not_emit_may_stand_in_a_prompt_alone(tokenizer):
     assert completion(tokenizer, prompt=[4096]).choices[0].prompt == (4096,)
     for field, value in (("logit_bias", {"4096": 1}), ("stop_token_ids", [4096])):
-        with pytest.raises(ApiError, match=f"{field}: got token id 4096, expected 0 to 4095, of a vocabulary of 4096"):
+        with pytest.raises(
+            CapacityError, match=f"{field}: got token id 4096, expected 0 to 4095, of a vocabulary of 4096"
+        ):
             completion(tokenizer, **{field: value})
 
 

@@ -1,8 +1,8 @@
 """Loading a target, and a draft that means the same by every id."""
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import attrs
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # it imports MLX, and the BLAS must come first
 
 __all__ = ["DTYPES", "Pair", "embedded_path", "load_pair"]
 
+_Compiled = TypeVar("_Compiled")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 _EMBEDDED_TARGET, _EMBEDDED_DRAFT = "target-16m", "draft-3m"
 
@@ -37,6 +38,13 @@ class Pair:
     compiled: dict[Hashable, Any] = attrs.field(init=False, factory=dict, repr=False)
     """Compiled functions of these models, shared by all engines: a second request traces nothing. `attrs.evolve` starts
     a new one."""
+
+    def once(self, key: Hashable, make: Callable[[], _Compiled]) -> _Compiled:
+        """The compiled function of a key, made the first time that it is asked for."""
+        if key not in self.compiled:
+            self.compiled[key] = make()
+        found: _Compiled = self.compiled[key]
+        return found
 
     def plain(self, reason: str) -> "Pair":
         """The same target without its draft, and why."""

@@ -162,12 +162,10 @@ class Replayer:
         self._place = RowPlace(length=record.length + len(record.emitted), last=last)
 
     def _refill_for(self, config: StepConfig) -> Refill:
-        key = ("refill", config, self._compiled)
-        if key not in self._pair.compiled:
-            target, draft = self._engine.models
-            self._pair.compiled[key] = compile_refill(config, target, draft, compiled=self._compiled)
-        refill: Refill = self._pair.compiled[key]
-        return refill
+        return self._pair.once(
+            ("refill", config, self._compiled),
+            lambda: compile_refill(config, *self._engine.models, compiled=self._compiled),
+        )
 
     def _rows_of(self, ids: Sequence[int]) -> mx.array:
         """int32 [B, len(ids)]: the ids in this row, zeros in the others."""

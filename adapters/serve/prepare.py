@@ -5,11 +5,12 @@ from typing import Any
 
 import attrs
 
+from posttrainllm.adapters.checks import check_ids
 from posttrainllm.adapters.loading.tokenizer import Tokenizer
 from posttrainllm.adapters.options import check_template_args
 from posttrainllm.adapters.params import SamplingParams
 from posttrainllm.adapters.serve.errors import invalid
-from posttrainllm.adapters.serve.request_options import check_ids, options_of
+from posttrainllm.adapters.serve.request_options import options_of
 from posttrainllm.adapters.serve.schema import ChatRequest, CompletionRequest
 from posttrainllm.adapters.serve.settings import ServeSettings
 from posttrainllm.kernel.errors import CapacityError, CheckpointError

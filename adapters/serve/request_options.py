@@ -2,15 +2,15 @@
 
 import re
 import reprlib
-from collections.abc import Iterable
 from typing import Any
 
+from posttrainllm.adapters.checks import check_ids
 from posttrainllm.adapters.params import MAX_LOGPROBS
 from posttrainllm.adapters.serve.errors import ApiError, invalid
 from posttrainllm.adapters.serve.schema import ChatRequest, CompletionRequest
 from posttrainllm.adapters.serve.settings import ServeSettings
 
-__all__ = ["check_ids", "options_of", "unknown_model"]
+__all__ = ["options_of", "unknown_model"]
 
 _MOST_STOPS = 64
 _MOST_STOP_IDS = 1024
@@ -32,6 +32,7 @@ def options_of(body: ChatRequest | CompletionRequest, settings: ServeSettings) -
 
     Raises:
         ApiError: 400 or 404, naming the field.
+        CapacityError: an id is outside the vocabulary.
     """
     if body.model is not None and body.model not in (settings.name, *settings.other_names):
         raise unknown_model(body.model, settings)
@@ -62,25 +63,6 @@ def unknown_model(name: str, settings: ServeSettings) -> ApiError:
     """404: another model than the one that is served."""
     message = f"model: got {name[:200]!r}, expected {settings.name!r}, the one that is served"
     return ApiError(404, message, param="model", code="model_not_found")
-
-
-def check_ids(field: str, ids: Iterable[int], vocab_size: int) -> None:
-    """Refuse an id that the model lacks: MLX checks no index.
-
-    Args:
-        field: where they stand.
-        ids: any.
-        vocab_size: one more than the largest id.
-
-    Raises:
-        ApiError: 400, naming the first.
-    """
-    for index in ids:
-        if not 0 <= index < vocab_size:
-            raise invalid(
-                f"{field}: got token id {index}, expected 0 to {vocab_size - 1}, of a vocabulary of {vocab_size}",
-                param=field,
-            )
 
 
 def _max_tokens(body: ChatRequest | CompletionRequest, settings: ServeSettings) -> int:

@@ -4,18 +4,23 @@ The workload: prompts of 64 tokens, all different, 128 tokens generated, greedy,
 twice. The prompt, the first step and a whole warm-up stand outside the clock; contenders take turns on every prompt.
 """
 
+import contextlib
 import json
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import click
 
 from posttrainllm.adapters.cli import cli
-from posttrainllm.adapters.loading.pair import load_pair
+from posttrainllm.adapters.loading.pair import Pair, load_pair
 from posttrainllm.adapters.loading.tokenizer import Tokenizer
 from posttrainllm.adapters.options import check_draft_k, model_options
+from posttrainllm.adapters.runtime import start
 from posttrainllm.evals.accept_rate import HELD_OUT, read_prompts
+from posttrainllm.evals.bench.extras import Extras, extra_options, extras_from
+from posttrainllm.evals.bench.shapes import SHAPES, parse_shapes
 from posttrainllm.kernel.errors import CapacityError, UsageError
 
 __all__ = ["bench", "choose_prompts", "run"]
@@ -31,6 +36,7 @@ _FAILED = 3  # exit status: a row's output is not the reference's
 @click.option("--max-tokens", default=128, show_default=True, help="Tokens generated for each.")
 @click.option("--prompts-file", metavar="FILE", help='JSON lines with a "text". Default: 40 from held-out packages.')
 @click.option("--no-mlx-lm", is_flag=True, help="Leave mlx-lm's own loops out.")
+@extra_options
 @click.option("--plot", metavar="FILE.png", help="Draw speed and acceptance against K (needs matplotlib).")
 @click.option("--json", "as_json", is_flag=True, help="Print the JSON line alone.")
 def bench(*, draft_k: str, plot: str | None, as_json: bool, **options: Any) -> None:
@@ -48,9 +54,10 @@ def bench(*, draft_k: str, plot: str | None, as_json: bool, **options: Any) -> N
         target = check_plot(plot)
     result = run(draft_ks=ks, quiet=as_json, **options)
     if not as_json:
+        from posttrainllm.evals.bench.floors import format_ratios
         from posttrainllm.evals.bench.summary import format_table
 
-        for line in format_table(result["rows"]):
+        for line in (*format_table(result["rows"]), *format_ratios(result["ratios"])):
             click.echo(line)
         click.echo(_setting_line(result))
     click.echo(json.dumps(result, ensure_ascii=False))
@@ -73,7 +80,9 @@ def run(
     max_tokens: int = 128,
     prompts_file: str | None = None,
     no_mlx_lm: bool = False,
+    shapes: str | None = None,
     quiet: bool = False,
+    **extras: Any,
 ) -> dict[str, Any]:
     """Load the pair and measure it.
 
@@ -87,7 +96,9 @@ def run(
         max_tokens: generated for each, more than the largest K + 1.
         prompts_file: JSON lines with a "text"; None for the held-out ones.
         no_mlx_lm: whether to leave mlx-lm's loops out.
+        shapes: of random weights to be written and measured in place of a model; None for none.
         quiet: whether to show no progress.
+        extras: the other arguments of `extras_from`.
 
     Returns:
         What the JSON line holds.
@@ -96,6 +107,7 @@ def run(
         UsageError: an option is out of range, or there are too few prompts.
         CapacityError: prompt and reply do not fit the context.
         LoadError: see `load_pair`.
+        PosttrainllmError: another engine's process cannot take part.
     """
     # a first step may emit K + 1 tokens, and something has to be left for the clock
     least = max(draft_ks) + 2
@@ -106,8 +118,46 @@ def run(
     ):
         if got < wanted:
             raise UsageError(f"--{name}: got {got}, expected {wanted} or more")
+    wanted_extras = extras_from(shapes=shapes, repeats=repeats, **extras)
+    if shapes is not None and (model is not None or draft_model is not None):
+        raise UsageError("--shapes: got it beside a model, expected one of the two")
     texts = read_prompts(Path(prompts_file) if prompts_file is not None else HELD_OUT)
-    pair = load_pair(model, draft_model, dtype=dtype)
+    with contextlib.ExitStack() as stack:
+        if shapes is not None:
+            model, draft_model = _write_shapes(shapes, stack)
+        pair = load_pair(model, draft_model, dtype=dtype)
+        asked = [f"--{name.replace('_', '-')}" for name in ("accept_rate", "rows", "sampled") if extras.get(name)]
+        if asked and pair.draft is None:
+            raise UsageError(f"{asked[0]}: got no draft model, expected one")
+        return _measure(pair, texts, draft_ks, repeats, prompt_tokens, max_tokens, wanted_extras, no_mlx_lm, quiet)
+
+
+def _write_shapes(text: str, stack: contextlib.ExitStack) -> tuple[str, str | None]:
+    """Directories of random models that last as long as the stack."""
+    target, draft = parse_shapes(text)
+    start()  # MLX's BLAS comes before its import
+    from posttrainllm.evals.bench.shape_writer import write_shape
+
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="posttrainllm-shapes-")))
+    paths = [
+        str(write_shape(SHAPES[name], folder / f"{place}-{name}", seed=seed))
+        for seed, (place, name) in enumerate((("target", target), ("draft", draft)))
+        if name is not None
+    ]
+    return paths[0], paths[1] if draft is not None else None
+
+
+def _measure(
+    pair: Pair,
+    texts: list[tuple[str, str]],
+    draft_ks: list[int],
+    repeats: int,
+    prompt_tokens: int,
+    max_tokens: int,
+    extras: Extras,
+    no_mlx_lm: bool,
+    quiet: bool,
+) -> dict[str, Any]:
     length = prompt_tokens + max_tokens
     if length > pair.target.context:
         raise CapacityError(
@@ -117,7 +167,7 @@ def run(
     prompts = choose_prompts(pair.tokenizer, texts, prompt_tokens, repeats + 1)
     from posttrainllm.evals.bench.workload import measure_pair
 
-    return measure_pair(pair, prompts, draft_ks, max_tokens, mlx_lm=not no_mlx_lm, quiet=quiet)
+    return measure_pair(pair, prompts, draft_ks, max_tokens, mlx_lm=not no_mlx_lm, quiet=quiet, extras=extras)
 
 
 def choose_prompts(
@@ -162,11 +212,12 @@ def _title(result: dict[str, Any]) -> str:
 
 
 def _setting_line(result: dict[str, Any]) -> str:
-    others = result["others_cpu"]
+    others, simulated = result["others_cpu"], result["simulated"]
     return (
         f"\n{_title(result)}, T=0, {result['prompt_tokens']} + {result['max_tokens']} tokens, "
         f"{result['repeats']} prompts, C={result['capacity']}, MLX {result['versions']['mlx']}, BLAS {result['blas']}"
         + ("" if others is None else f"; others used {others:.0%} of the CPUs meanwhile")
+        + ("" if simulated is None else f"; simulated accept rate {simulated['accept_rate']:g} a position")
     )
 
 

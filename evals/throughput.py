@@ -7,7 +7,6 @@ twice. The prompt, the first step and a whole warm-up stand outside the clock; c
 import contextlib
 import json
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,9 @@ from posttrainllm.adapters.cli import cli
 from posttrainllm.adapters.loading.pair import Pair, load_pair
 from posttrainllm.adapters.loading.tokenizer import Tokenizer
 from posttrainllm.adapters.options import check_draft_k, model_options
-from posttrainllm.adapters.runtime import start
 from posttrainllm.evals.accept_rate import HELD_OUT, read_prompts
 from posttrainllm.evals.bench.extras import Extras, extra_options, extras_from
-from posttrainllm.evals.bench.shapes import SHAPES, parse_shapes
+from posttrainllm.evals.bench.shapes import shapes_on_disk
 from posttrainllm.kernel.errors import CapacityError, UsageError
 
 __all__ = ["bench", "choose_prompts", "run"]
@@ -119,32 +117,15 @@ def run(
         if got < wanted:
             raise UsageError(f"--{name}: got {got}, expected {wanted} or more")
     wanted_extras = extras_from(shapes=shapes, repeats=repeats, **extras)
-    if shapes is not None and (model is not None or draft_model is not None):
-        raise UsageError("--shapes: got it beside a model, expected one of the two")
     texts = read_prompts(Path(prompts_file) if prompts_file is not None else HELD_OUT)
     with contextlib.ExitStack() as stack:
         if shapes is not None:
-            model, draft_model = _write_shapes(shapes, stack)
+            model, draft_model = shapes_on_disk(shapes, model, draft_model, stack)
         pair = load_pair(model, draft_model, dtype=dtype)
         asked = [f"--{name.replace('_', '-')}" for name in ("accept_rate", "rows", "sampled") if extras.get(name)]
         if asked and pair.draft is None:
             raise UsageError(f"{asked[0]}: got no draft model, expected one")
         return _measure(pair, texts, draft_ks, repeats, prompt_tokens, max_tokens, wanted_extras, no_mlx_lm, quiet)
-
-
-def _write_shapes(text: str, stack: contextlib.ExitStack) -> tuple[str, str | None]:
-    """Directories of random models that last as long as the stack."""
-    target, draft = parse_shapes(text)
-    start()  # MLX's BLAS comes before its import
-    from posttrainllm.evals.bench.shape_writer import write_shape
-
-    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="posttrainllm-shapes-")))
-    paths = [
-        str(write_shape(SHAPES[name], folder / f"{place}-{name}", seed=seed))
-        for seed, (place, name) in enumerate((("target", target), ("draft", draft)))
-        if name is not None
-    ]
-    return paths[0], paths[1] if draft is not None else None
 
 
 def _measure(

@@ -71,9 +71,8 @@ class Child:
         status = self._process.wait()
         self._log.seek(0)
         lines = [line for line in self._log.read().decode(errors="replace").splitlines() if line.strip()]
-        return PosttrainllmError(
-            f"{self._name} ended with status {status}: {lines[-1] if lines else 'it said nothing'}"
-        )
+        said = lines[-1] if lines else "it said nothing"
+        return PosttrainllmError(f"{self._name} ended with status {status}: {said}")
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""mlx-lm as `pip install mlx-lm` leaves it: no BLAS is put in front of MLX's own. A process for `evals/bench/child.py`."""
+"""mlx-lm as it is installed: no BLAS is put in front of MLX's own. A process for `evals/bench/child.py`."""
 
 from pathlib import Path
 from typing import Any

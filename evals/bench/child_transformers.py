@@ -32,20 +32,20 @@ class _FirstToken:
 
 def _start(model: str, dtype: str, device: str, *, eager: bool) -> tuple[dict[str, Any], Decode]:
     try:
-        import torch
+        import torch  # type: ignore[import-not-found, unused-ignore] # this process alone needs it
         import transformers
     except ImportError as error:
         raise ChildError(f"got no {error.name}, expected torch and transformers to be installed") from None
     if device == "cuda" and not torch.cuda.is_available():
         raise ChildError(f"got torch {torch.__version__} without CUDA, expected a build that sees the device")
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(
+    loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
         model, dtype="auto" if dtype == "auto" else getattr(torch, dtype)
     )
     loaded = loaded.to(device).eval()
     loaded.generation_config.eos_token_id = None  # end of text is an id like any other
     options: dict[str, Any] = {"do_sample": False, "pad_token_id": 0}
     if not eager:
-        compiling = transformers.CompileConfig()
+        compiling: Any = transformers.CompileConfig()
         compiling._compile_all_devices = device != "cuda"
         options |= {"cache_implementation": "static", "compile_config": compiling}
 

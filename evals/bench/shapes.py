@@ -1,10 +1,15 @@
 """Shapes of models that can be measured with random weights: a step's cost does not depend on the weights' values."""
 
+import contextlib
+import tempfile
+from pathlib import Path
+
 import attrs
 
+from posttrainllm.adapters.runtime import start
 from posttrainllm.kernel.errors import UsageError
 
-__all__ = ["SHAPES", "Shape", "parse_shapes"]
+__all__ = ["SHAPES", "Shape", "parse_shapes", "shapes_on_disk"]
 
 
 @attrs.frozen(kw_only=True)
@@ -107,3 +112,35 @@ def parse_shapes(text: str) -> tuple[str, str | None]:
     if sizes[0] != sizes[-1]:
         raise UsageError(f"--shapes: got vocabularies of {sizes[0]} and {sizes[1]}, expected the same")
     return names[0], names[1] if len(names) == 2 else None
+
+
+def shapes_on_disk(
+    text: str, model: str | None, draft_model: str | None, stack: contextlib.ExitStack
+) -> tuple[str, str | None]:
+    """Write random models.
+
+    Args:
+        text: of --shapes.
+        model: what was given as MODEL: nothing.
+        draft_model: the same of --draft-model.
+        stack: what removes them.
+
+    Returns:
+        Directories of the target and the draft, None without one.
+
+    Raises:
+        UsageError: a shape is unknown, or a model was given, too.
+    """
+    if model is not None or draft_model is not None:
+        raise UsageError("--shapes: got it beside a model, expected one of the two")
+    target, draft = parse_shapes(text)
+    start()  # MLX's BLAS comes before its import
+    from posttrainllm.evals.bench.shape_writer import write_shape
+
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="posttrainllm-shapes-")))
+    paths = [
+        str(write_shape(SHAPES[name], folder / f"{place}-{name}", seed=seed))
+        for seed, (place, name) in enumerate((("target", target), ("draft", draft)))
+        if name is not None
+    ]
+    return paths[0], paths[1] if draft is not None else None

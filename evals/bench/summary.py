@@ -113,8 +113,8 @@ def format_table(table: Sequence[dict[str, Any]]) -> list[str]:
         Lines: rates, then for our speculative rows their costs, what the formula makes of them and how much is reached.
     """
     width = max(25, *(len(row["name"]) + 2 for row in table))
-    header = ("", "tok/s", "min-max", "ratio", "min-max", "accept", "a step", "output")
-    printed = [_LINE.format(*header, width=width).rstrip()]
+    rates = ("", "tok/s", "min-max", "ratio", "min-max", "accept", "a step", "output")
+    printed = [_LINE.format(*rates, width=width).rstrip()]
     printed += [_LINE.format(*_cells(row), width=width).rstrip() for row in table]
     predicted = [row for row in table if "predicted" in row]
     if predicted:

@@ -1,8 +1,9 @@
 """Where each microsecond of a step goes: `python -m posttrainllm.evals.step_costs`.
 
 The step, its forwards and the engine's loop are timed one after the other, so that parts are found by leaving others
-out. Beside them stands the limit: bytes of weights over the bandwidth of a large copy on the same machine. The last
-table is the price of a cache's capacity: attention goes over all C slots, whatever the text's length.
+out. Beside them stands the limit: bytes of weights over what the memory delivers to a large copy, or to a product
+that reads a large matrix once. The last table is the price of a cache's capacity: attention goes over all C slots,
+whatever the text's length.
 """
 
 import contextlib

@@ -11,7 +11,7 @@ from posttrainllm.evals.bench.child_loop import ChildError, Decode, First, answe
 from posttrainllm.evals.bench.contenders import MlxLm, synchronize
 from posttrainllm.evals.bench.simulated import Script
 
-__all__ = ["main"]
+__all__ = ["main", "mapped_blas"]
 
 
 class _Told(Script):
@@ -49,11 +49,15 @@ def _start(model: str, draft_model: str | None, dtype: str) -> tuple[dict[str, A
         synchronize()
         return contender.ids, contender.steps
 
-    return {"libraries": _mapped_blas()}, decode
+    return {"libraries": mapped_blas()}, decode
 
 
-def _mapped_blas() -> list[str]:
-    """Names of the mapped libraries that multiply matrices, for the result; [] where /proc says nothing."""
+def mapped_blas() -> list[str]:
+    """Names of the libraries in this process that multiply matrices.
+
+    Returns:
+        File names, sorted; none off Linux, where nothing tells.
+    """
     try:
         lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -67,7 +67,8 @@ def test_shapes_leave_nothing_behind(done):
 
 
 def blas_of_ours(libraries):
-    return [name for name in libraries if "openblas" in name or "cblas_shim" in name]
+    """The shim; numpy brings an OpenBLAS of its own, which MLX never calls."""
+    return [name for name in libraries if "cblas_shim" in name]
 
 
 def test_a_mapped_blas_is_seen(runtime):

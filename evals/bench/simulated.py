@@ -23,7 +23,7 @@ __all__ = ["Script", "SimulatedModule", "expected_accepted", "scripted", "wanted
 _ABOVE_ALL = 1e4  # logits are far below it, float16 is above it
 _NOTHING = -1  # no id: the draft proposes what it likes
 _SEED = 6
-_LONGEST = 2**16  # positions that mlx-lm's growing cache may reach
+_WINDOW = 64  # positions behind a text that a window may reach
 
 
 class Script:
@@ -53,6 +53,11 @@ class Script:
     def turn_to(self, prompt: Sequence[int]) -> None:
         """The next cache that is made is for this prompt; one that was not learned is drafted freely."""
         self._current = self._wanted.get(tuple(prompt), np.zeros(0, dtype=np.int32))
+
+    @property
+    def length(self) -> int:
+        """Positions of the prompt at hand and its text; 0 for one that was not learned."""
+        return len(self._current)
 
     def current(self, capacity: int) -> npt.NDArray[np.int32]:
         """int32 [capacity]: the id wanted after each position of the prompt at hand, -1 for none."""
@@ -126,8 +131,8 @@ def _bent(forward: Forward) -> Forward:
 
 
 def _raise(logits: mx.array, ids: mx.array) -> mx.array:
-    """[B, W, V] with the logits of the ids [B, W] above all others; -1 raises none."""
-    chosen = mx.arange(logits.shape[-1]) == ids[..., None]  # [B, W, V]
+    """[..., V] with the logits of the ids [...] above all others; -1 raises none."""
+    chosen = mx.arange(logits.shape[-1]) == ids[..., None]
     return mx.where(chosen, _ABOVE_ALL, logits).astype(logits.dtype)
 
 
@@ -141,8 +146,7 @@ class SimulatedModule:
 
     def __init__(self, module: Any, script: Script) -> None:
         self._module, self._script = module, script
-        self._wanted = mx.zeros((0,), dtype=mx.int32)
-        self._raise = mx.compile(_raise)
+        self._added = mx.zeros((0, 1))
         if hasattr(module, "make_cache"):
             self.make_cache = module.make_cache
 
@@ -153,8 +157,11 @@ class SimulatedModule:
 
     def __call__(self, tokens: mx.array, cache: Any) -> mx.array:
         """Logits [1, W, V] of the ids [1, W]."""
-        position, width = int(cache[0].offset), tokens.shape[1]
-        if position == 0:
-            self._wanted = mx.array(self._script.current(_LONGEST))
+        position, end = int(cache[0].offset), int(cache[0].offset) + tokens.shape[1]
         logits: mx.array = self._module(tokens, cache=cache)
-        return self._raise(logits, self._wanted[position : position + width][None])
+        if position == 0:
+            # a row a position, outside the clock, so that a step pays one addition
+            wanted = mx.array(self._script.current(self._script.length + _WINDOW))
+            self._added = _raise(mx.zeros((wanted.shape[0], logits.shape[-1]), dtype=logits.dtype), wanted)
+            mx.eval(self._added)
+        return logits + self._added[position:end] if end <= self._added.shape[0] else logits

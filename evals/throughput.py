@@ -52,10 +52,11 @@ def bench(*, draft_k: str, plot: str | None, as_json: bool, **options: Any) -> N
         target = check_plot(plot)
     result = run(draft_ks=ks, quiet=as_json, **options)
     if not as_json:
+        from posttrainllm.evals.bench.batch import format_batch
         from posttrainllm.evals.bench.floors import format_ratios
         from posttrainllm.evals.bench.summary import format_table
 
-        for line in (*format_table(result["rows"]), *format_ratios(result["ratios"])):
+        for line in (*format_table(result["rows"]), *format_batch(result), *format_ratios(result["ratios"])):
             click.echo(line)
         click.echo(_setting_line(result))
     click.echo(json.dumps(result, ensure_ascii=False))

@@ -48,7 +48,7 @@ def test_one_run_measures_all_of_it(done):
     assert not any(row["failed"] for row in value["rows"])
     rates = [row["accept_rate"] for row in value["rows"] if row["draft_k"]]
     assert rates[0] == rates[1] == rates[2] < 0.9  # the same coins, for everybody
-    assert [row["rows"] for row in value["batch"]["rows"]] == [1, 2]
+    assert [(row["rows"], row["equal"], row["texts"]) for row in value["batch"]["rows"]] == [(1, 2, 2), (2, 4, 4)]
     assert [row["rule"] for row in value["sampled"]] == list(RULES)
     assert all(row["step_s"] > 0 for row in value["sampled"])
     assert value["simulated"]["accept_rate"] == 0.5
@@ -188,7 +188,7 @@ def test_the_ratios_are_medians_within_a_prompt_and_the_better_of_two_dtypes_cou
     found = {entry["name"]: entry for entry in find_ratios(result, repeats)}
     assert found["speculative, K=4 / faster plain"]["value"] == 4  # of 2, 5, 4
     assert found["speculative, K=4 / mlx-lm plain as installed"]["value"] == 10  # of 5, 10, 10
-    assert found["speculative, K=4 / transformers, static cache"]["value"] == 2  # of 1.5, 2, 4
+    assert found["speculative, K=4 / transformers plain"]["value"] == 2  # of 1.5, 2, 4
     assert found["our plain, width 1 / mlx-lm plain"]["value"] == 1
     assert (found["speculative, K=4 / faster plain"]["floor"], found["speculative, K=4 / faster plain"]["aim"]) == (
         1.4,

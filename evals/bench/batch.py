@@ -10,7 +10,7 @@ from posttrainllm.adapters.rows import RowRequest
 from posttrainllm.evals.bench.contenders import Ours, synchronize
 from posttrainllm.kernel.errors import NonFiniteError
 
-__all__ = ["RULES", "measure_rows", "measure_rules"]
+__all__ = ["RULES", "format_batch", "measure_rows", "measure_rules"]
 
 RULES = {"T=0": (0.0, False), "T=1, leviathan": (1.0, False), "T=1, coupled": (1.0, True)}
 """Temperature, and whether the noise is shared."""
@@ -18,7 +18,13 @@ _STEPS = 32  # a step's cost does not depend on what it accepts: a fixed number 
 
 
 def measure_rows(
-    ours: Ours, rows: Sequence[int], prompts: Sequence[Sequence[int]], count: int, *, capacity: int
+    ours: Ours,
+    rows: Sequence[int],
+    prompts: Sequence[Sequence[int]],
+    count: int,
+    *,
+    capacity: int,
+    expected: Sequence[Sequence[int]],
 ) -> list[dict[str, Any]]:
     """Tokens a second of all rows together, while all of them are taken.
 
@@ -28,41 +34,51 @@ def measure_rows(
         prompts: ids, at least as many as the largest B; every round starts with another one.
         count: tokens to generate a row.
         capacity: C of every engine.
+        expected: what each prompt gets when it is alone.
 
     Returns:
-        For each B the median and the range of tokens a second, and the median ratio to the first B.
+        For each B the median and the range of tokens a second, the median ratio to the first B, and how many texts
+        begin as they do alone (another B is another shape, which may round differently).
     """
     for batch in rows:
-        _rate(ours, [prompts[row % len(prompts)] for row in range(batch)], count, capacity)  # compiles
-    found: dict[int, list[float]] = {batch: [] for batch in rows}
+        _decode(ours, [prompts[row] for row in range(batch)], count, capacity)  # compiles
+    speeds: dict[int, list[float]] = {batch: [] for batch in rows}
+    equal = dict.fromkeys(rows, 0)
     for start in range(len(prompts)):
         for turn in range(len(rows)):
             batch = rows[(turn + start) % len(rows)]
-            chosen = [prompts[(start + row) % len(prompts)] for row in range(batch)]
-            found[batch].append(_rate(ours, chosen, count, capacity))
+            chosen = [(start + row) % len(prompts) for row in range(batch)]
+            speed, texts = _decode(ours, [prompts[index] for index in chosen], count, capacity)
+            speeds[batch].append(speed)
+            equal[batch] += sum(
+                text == list(expected[index][: len(text)]) for index, text in zip(chosen, texts, strict=True)
+            )
     return [
         {
             "rows": batch,
-            "tok_s": round(statistics.median(speeds), 2),
-            "tok_s_range": [round(min(speeds), 2), round(max(speeds), 2)],
-            "ratio": round(statistics.median(a / b for a, b in zip(speeds, found[rows[0]], strict=True)), 3),
+            "tok_s": round(statistics.median(found), 2),
+            "tok_s_range": [round(min(found), 2), round(max(found), 2)],
+            "ratio": round(statistics.median(a / b for a, b in zip(found, speeds[rows[0]], strict=True)), 3),
+            "texts": batch * len(prompts),
+            "equal": equal[batch],
         }
-        for batch, speeds in found.items()
+        for batch, found in speeds.items()
     ]
 
 
-def _rate(ours: Ours, prompts: Sequence[Sequence[int]], count: int, capacity: int) -> float:
-    """Tokens a second from the second step until the first row has all of its tokens."""
+def _decode(ours: Ours, prompts: Sequence[Sequence[int]], count: int, capacity: int) -> tuple[float, list[list[int]]]:
+    """Tokens a second from the second step until the first row has all of its tokens, and every row's ids."""
     engine = Engine(ours.pair, capacity=capacity, width=ours.draft_k + 1, rows=len(prompts))
     for row, prompt in enumerate(prompts):
         _insert(engine, ours, row, prompt, count)
-    emitted = [len(step.tokens) for step in _step(engine).values()]
-    first, started = sum(emitted), time.perf_counter()
-    while max(emitted) < count:
-        emitted = [before + len(step.tokens) for before, step in zip(emitted, _step(engine).values(), strict=True)]
+    texts = [list(step.tokens) for step in _step(engine).values()]
+    first, started = sum(map(len, texts)), time.perf_counter()
+    while max(map(len, texts)) < count:
+        for text, step in zip(texts, _step(engine).values(), strict=True):
+            text += step.tokens
     elapsed = time.perf_counter() - started
     synchronize()
-    return (sum(emitted) - first) / elapsed
+    return (sum(map(len, texts)) - first) / elapsed, texts
 
 
 def measure_rules(ours: Ours, prompts: Sequence[Sequence[int]], count: int, *, capacity: int) -> list[dict[str, Any]]:
@@ -119,3 +135,23 @@ def _step(engine: Engine) -> dict[int, Any]:
     if not all(step.finite for step in steps.values()):
         raise NonFiniteError(f"step {engine.steps - 1}: the target's logits are not finite, nothing is measured")
     return steps
+
+
+def format_batch(result: dict[str, Any]) -> list[str]:
+    """Rows and rules for people.
+
+    Args:
+        result: what the JSON line holds.
+
+    Returns:
+        Lines; none where neither was measured.
+    """
+    lines = []
+    for row in (result["batch"] or {}).get("rows", []):
+        speeds = "{:.1f}-{:.1f}".format(*row["tok_s_range"])
+        lines.append(
+            f"{row['rows']:>3} rows, K={result['batch']['draft_k']}: {row['tok_s']:.1f} tok/s of all ({speeds}), "
+            f"{row['equal']} of {row['texts']} texts as alone"
+        )
+    lines += [f"step at {one['rule']}: {one['step_s'] * 1e3:.3f} ms" for one in result["sampled"] or []]
+    return ["", *lines] if lines else []

@@ -2,7 +2,7 @@
 
 import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -68,7 +68,7 @@ def measure_pair(
         progress.update(task, description="measuring", total=len(contenders) * len(rest))
         repeats = measure(contenders, rest, count, expected, lambda: progress.advance(task))
         progress.update(task, description="rows, rules, starts", total=None)
-        others = _others(pair, contenders, drafted, extras, rest, count, capacity)
+        others = _others(pair, contenders, drafted, extras, rest, count, capacity, expected)
     result = _setting(pair) | {
         "others_cpu": watch.others(),
         "temperature": 0,
@@ -93,6 +93,7 @@ def _others(
     prompts: Sequence[Sequence[int]],
     count: int,
     capacity: int,
+    expected: Mapping[str, Sequence[Sequence[int]]],
 ) -> dict[str, Any]:
     """What is no row of the table."""
     found: dict[str, Any] = {"batch": None, "sampled": None, "start_up": None}
@@ -100,7 +101,8 @@ def _others(
         k = main_k(draft_ks)
         ours = next(one for one in contenders if isinstance(one, Ours) and one.draft_k == k)
         if extras.rows:
-            rows = measure_rows(ours, extras.rows, prompts, count, capacity=capacity)
+            texts = expected[ours.name]
+            rows = measure_rows(ours, extras.rows, prompts, count, capacity=capacity, expected=texts)
             found["batch"] = {"draft_k": k, "rows": rows}
         if extras.sampled:
             found["sampled"] = measure_rules(ours, prompts, count, capacity=capacity)

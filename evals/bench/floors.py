@@ -1,7 +1,7 @@
 """The ratios that say whether speculation is worth its name here, beside what they have to be and what is aimed at.
 
-Floors and aims are those of two pairs: the embedded one on a CPU, and one of the shapes "mega" and "tiny" at a simulated
-accept rate of 0.8 on a GPU. For other pairs they are a measure to hold against.
+Floors and aims are those of two pairs: the embedded one on a CPU, and one of the shapes "mega" and "tiny" at an accept
+rate of 0.8, simulated, on a GPU. For other pairs they are a measure to hold against.
 """
 
 import statistics
@@ -55,7 +55,13 @@ def _of_rounds(result: dict[str, Any], repeats: Sequence[Sequence[Round]]) -> It
 
     own, ours, theirs = drafted("posttrainllm"), plain("posttrainllm"), plain("mlx-lm")
     installed = "mlx-lm as installed"
-    gpu, cpu = (lambda *wanted: wanted if on_gpu else ()), (lambda *wanted: () if on_gpu else wanted)
+
+    def gpu(*wanted: float) -> tuple[float, ...]:
+        return wanted if on_gpu else ()
+
+    def cpu(*wanted: float) -> tuple[float, ...]:
+        return () if on_gpu else wanted
+
     found = [
         ratio(f"speculative, K={k} / faster plain", own, plain(*_SAME_PROCESS), *gpu(1.4, 2.5)),
         ratio(f"speculative, K={k} / our plain", own, ours, *cpu(1.5, 2.0)),

@@ -29,6 +29,11 @@ class LlamaShape:
     norm_eps: float
     rope_frequencies: tuple[float, ...] = attrs.field(repr=False)
     """Radians a position for each of the D / 2 pairs (i, i + D / 2), any scaling applied."""
+    rope_base: float | None = None
+    """Where the frequencies are those of one base, rope_scale * rope_base**(-2 i / D); None of any other scaling."""
+    rope_scale: float = 1.0
+    family: str = "llama"
+    """mlx-lm's name of the architecture."""
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -63,6 +68,19 @@ class Linear:
                 mode=self.mode,
             )
         return y if self.bias is None else y + self.bias
+
+    def rows(self, index: mx.array) -> mx.array:
+        """Rows of the matrix, as an embedding: int32 [...] to [..., in]; ids are checked by the caller."""
+        if self.scales is None:
+            return self.weight[index]
+        return mx.dequantize(
+            self.weight[index],
+            scales=self.scales[index],
+            biases=None if self.biases is None else self.biases[index],
+            group_size=self.group_size,
+            bits=self.bits,
+            mode=self.mode,
+        )
 
 
 @attrs.frozen(eq=False, kw_only=True)

@@ -11,6 +11,7 @@ from mlx.nn.layers.base import Module
 from mlx.utils import tree_reduce
 
 from posttrainllm.adapters.loading.checkpoint import Checkpoint
+from posttrainllm.adapters.loading.llama_config import lifted_rope
 from posttrainllm.adapters.runtime import start
 from posttrainllm.kernel.cache import CacheView
 from posttrainllm.kernel.errors import CheckpointError, UnsupportedModelError
@@ -105,7 +106,7 @@ def load_module(checkpoint: Checkpoint, dtype: str) -> Module:
     from mlx_lm.utils import load_model  # pulls in transformers: seconds
 
     try:
-        module: Module = load_model(checkpoint.path, lazy=True)[0]
+        module: Module = load_model(checkpoint.path, lazy=True, model_config=lifted_rope(checkpoint.config))[0]
     except Exception as error:  # whatever an architecture makes of a config that it does not expect
         raise _translate(checkpoint.path, checkpoint.config, error) from None
     module.set_dtype(getattr(mx, dtype))

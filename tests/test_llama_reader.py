@@ -11,7 +11,6 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import _get_classes
 from support import random_weights, save_tiny_llama
 
-from posttrainllm.adapters.loading import llama_reader
 from posttrainllm.adapters.loading.checkpoint import read_checkpoint
 from posttrainllm.adapters.loading.llama_reader import read_llama
 from posttrainllm.adapters.loading.module import load_module
@@ -296,7 +295,7 @@ def test_an_entry_of_the_config_that_contradicts_the_shapes_is_left_to_mlx_lm(tm
     assert read_llama(read_checkpoint(tmp_path / "model"), "float32") is None
 
 
-def test_no_more_than_a_layer_is_in_memory_twice(tmp_path, monkeypatch):
+def test_no_more_than_a_layer_is_in_memory_twice(tmp_path):
     """Peak beside what stays: the parts of one layer, and what a later one has not freed. All of them would be 8."""
     path = save_tiny_llama(tmp_path / "model", seed=1, layers=8)
     checkpoint = read_checkpoint(path)
@@ -305,5 +304,5 @@ def test_no_more_than_a_layer_is_in_memory_twice(tmp_path, monkeypatch):
     mx.reset_peak_memory()
     weights = read_llama(checkpoint, "float32")
     kept, peak = mx.get_active_memory() - before, mx.get_peak_memory() - before
-    a_layer = sum(array.nbytes for array in llama_reader._arrays_of_layer(weights.layers[0]))
+    a_layer = sum(array.nbytes for array in weights.layers[0].arrays)
     assert peak - kept < 2 * a_layer

@@ -82,6 +82,12 @@ class Linear:
             mode=self.mode,
         )
 
+    @property
+    def arrays(self) -> tuple[mx.array, ...]:
+        """All that it holds."""
+        found = (self.weight, self.bias, self.scales, self.biases)
+        return tuple(array for array in found if array is not None)
+
 
 @attrs.frozen(eq=False, kw_only=True)
 class LlamaLayer:
@@ -104,6 +110,16 @@ class LlamaLayer:
     down: Linear
     """[N, mlp]."""
 
+    @property
+    def arrays(self) -> tuple[mx.array, ...]:
+        """All that it holds."""
+        norms = (self.input_norm, self.query_norm, self.key_norm, self.mlp_norm)
+        products = (self.qkv, self.output, self.gate_up, self.down)
+        return (
+            *(norm for norm in norms if norm is not None),
+            *(array for product in products for array in product.arrays),
+        )
+
 
 @attrs.frozen(eq=False, kw_only=True)
 class LlamaWeights:
@@ -117,3 +133,11 @@ class LlamaWeights:
     """[N]."""
     head: Linear
     """[V, N]; the embedding itself where the model ties them."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays, a tied head once."""
+        arrays = [*self.embedding.arrays, self.norm, *(array for layer in self.layers for array in layer.arrays)]
+        if self.head is not self.embedding:
+            arrays += self.head.arrays
+        return sum(array.nbytes for array in arrays)

@@ -5,7 +5,6 @@ not known here, is left to mlx-lm's loader, which also names what is wrong with 
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import mlx.core as mx
 
@@ -13,7 +12,7 @@ from posttrainllm.adapters.loading.checkpoint import Checkpoint
 from posttrainllm.adapters.loading.llama import Linear, LlamaLayer, LlamaWeights
 from posttrainllm.adapters.loading.llama_config import LlamaConfig, read_config
 
-__all__ = ["read_llama"]
+__all__ = ["fuse_llama", "read_llama"]
 
 _GROUP_SIZES, _BITS = (16, 32, 64, 128), (2, 3, 4, 5, 6, 8)
 _PACKED_SCALES = {(4, 16): "nvfp4", (4, 32): "mxfp4", (8, 32): "mxfp8"}  # modes by (bits, group size), scales in a byte
@@ -39,8 +38,32 @@ def read_llama(checkpoint: Checkpoint, dtype: str) -> LlamaWeights | None:
     config = read_config(checkpoint.config)
     if config is None or (checkpoint.path / "hf_quant_config.json").exists():
         return None
+    arrays: dict[str, mx.array] = {}
+    for file in sorted(checkpoint.path.glob("model*.safetensors")):
+        try:
+            found = mx.load(str(file))
+        except (RuntimeError, ValueError):  # a type that MLX does not have
+            return None
+        if not isinstance(found, dict) or found.keys() & arrays.keys():
+            return None
+        arrays |= found
+    del found  # it would hold every tensor
+    return fuse_llama(arrays, config, dtype)
+
+
+def fuse_llama(arrays: dict[str, mx.array], config: LlamaConfig, dtype: str) -> LlamaWeights | None:
+    """Put the tensors of a model together.
+
+    Args:
+        arrays: by the names that mlx-lm's modules have for them, as stored; emptied as they are used.
+        config: what they should be.
+        dtype: what the floating ones are cast to.
+
+    Returns:
+        The weights, in memory; None where the tensors are not the expected ones.
+    """
     try:
-        return _Tensors(checkpoint.path, config, getattr(mx, dtype)).read()
+        return _Tensors(arrays, config, getattr(mx, dtype)).read()
     except _OtherError:
         return None
 
@@ -49,26 +72,18 @@ class _Tensors:
     """Lazy arrays by name; each is taken once, and what is left over at the end is not known here.
 
     Args:
-        path: the directory.
-        config: what it should hold.
+        arrays: see `fuse_llama`.
+        config: what they should be.
         dtype: of the floating ones, once taken.
     """
 
-    def __init__(self, path: Path, config: LlamaConfig, dtype: mx.Dtype) -> None:
-        self._config, self._dtype = config, dtype
-        self._arrays: dict[str, mx.array] = {}
-        for file in sorted(path.glob("model*.safetensors")):
-            try:
-                found = mx.load(str(file))
-            except (RuntimeError, ValueError):  # a type that MLX does not have
-                raise _OtherError from None
-            if not isinstance(found, dict) or found.keys() & self._arrays.keys():
-                raise _OtherError
-            self._arrays |= found
+    def __init__(self, arrays: dict[str, mx.array], config: LlamaConfig, dtype: mx.Dtype) -> None:
+        self._arrays, self._config, self._dtype = arrays, config, dtype
         if config.shape.family != "qwen3":  # tables that some old exports hold, and that mlx-lm drops
-            self._arrays = {name: array for name, array in self._arrays.items() if "rotary_emb.inv_freq" not in name}
+            for name in [name for name in arrays if "self_attn.rotary_emb.inv_freq" in name]:
+                del arrays[name]
         if config.tied:
-            self._arrays.pop("lm_head.weight", None)
+            arrays.pop("lm_head.weight", None)
 
     def read(self) -> LlamaWeights:
         """Check all, then read layer by layer."""
@@ -81,9 +96,9 @@ class _Tensors:
         layers = [self._layer(f"model.layers.{index}.", config) for index in range(shape.layers)]
         if self._arrays:
             raise _OtherError
-        mx.eval(_arrays_of(embedding), _arrays_of(head), norm)
+        mx.eval(embedding.arrays, head.arrays, norm)
         for layer in layers:  # what a layer was put together from is freed before the next one is read
-            mx.eval(_arrays_of_layer(layer))
+            mx.eval(layer.arrays)
         return LlamaWeights(shape=shape, embedding=embedding, layers=tuple(layers), norm=norm, head=head)
 
     def _layer(self, prefix: str, config: LlamaConfig) -> LlamaLayer:
@@ -156,14 +171,3 @@ class _Tensors:
         if array is None or tuple(array.shape) != shape or mx.issubdtype(array.dtype, mx.floating) == packed:
             raise _OtherError
         return array if packed else array.astype(self._dtype)
-
-
-def _arrays_of(linear: Linear) -> list[mx.array]:
-    found = (linear.weight, linear.bias, linear.scales, linear.biases)
-    return [array for array in found if array is not None]
-
-
-def _arrays_of_layer(layer: LlamaLayer) -> list[mx.array]:
-    linears = [array for part in (layer.qkv, layer.output, layer.gate_up, layer.down) for array in _arrays_of(part)]
-    norms = (layer.input_norm, layer.mlp_norm, layer.query_norm, layer.key_norm)
-    return [*linears, *(norm for norm in norms if norm is not None)]

@@ -67,6 +67,7 @@ def run(
     model: str | None = None,
     draft_model: str | None = None,
     dtype: str = "auto",
+    forward: str = "auto",
     draft_ks: list[int],
     repeats: int = 8,
     prompt_tokens: int = 64,
@@ -81,6 +82,7 @@ def run(
         model: as `sample` takes it.
         draft_model: the same.
         dtype: the same.
+        forward: the same.
         draft_ks: K of each speculative row.
         repeats: prompts measured.
         prompt_tokens: of each.
@@ -107,7 +109,7 @@ def run(
         if got < wanted:
             raise UsageError(f"--{name}: got {got}, expected {wanted} or more")
     texts = read_prompts(Path(prompts_file) if prompts_file is not None else HELD_OUT)
-    pair = load_pair(model, draft_model, dtype=dtype)
+    pair = load_pair(model, draft_model, dtype=dtype, forward=forward)
     length = prompt_tokens + max_tokens
     if length > pair.target.context:
         raise CapacityError(

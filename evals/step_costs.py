@@ -151,6 +151,7 @@ def command(
     model: str | None,
     draft_model: str | None,
     dtype: str,
+    forward: str,
     shapes: str | None,
     draft_k: int,
     samples: int,
@@ -161,7 +162,8 @@ def command(
     with contextlib.ExitStack() as stack:
         if shapes is not None:
             model, draft_model = shapes_on_disk(shapes, model, draft_model, stack)
-        result = step_costs(load_pair(model, draft_model, dtype=dtype), draft_k=draft_k, samples=samples)
+        pair = load_pair(model, draft_model, dtype=dtype, forward=forward)
+        result = step_costs(pair, draft_k=draft_k, samples=samples)
     if not as_json:
         click.echo("\n".join(format_costs(result)))
     click.echo(json.dumps(result, ensure_ascii=False))

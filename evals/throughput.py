@@ -73,6 +73,7 @@ def run(
     model: str | None = None,
     draft_model: str | None = None,
     dtype: str = "auto",
+    forward: str = "auto",
     draft_ks: list[int],
     repeats: int = 8,
     prompt_tokens: int = 64,
@@ -89,6 +90,7 @@ def run(
         model: as `sample` takes it.
         draft_model: the same.
         dtype: the same.
+        forward: the same.
         draft_ks: K of each speculative row.
         repeats: prompts measured.
         prompt_tokens: of each.
@@ -122,7 +124,7 @@ def run(
     with contextlib.ExitStack() as stack:
         if shapes is not None:
             model, draft_model = shapes_on_disk(shapes, model, draft_model, stack)
-        pair = load_pair(model, draft_model, dtype=dtype)
+        pair = load_pair(model, draft_model, dtype=dtype, forward=forward)
         asked = [f"--{name.replace('_', '-')}" for name in ("accept_rate", "rows", "sampled") if extras.get(name)]
         if asked and pair.draft is None:
             raise UsageError(f"{asked[0]}: got no draft model, expected one")

@@ -1,17 +1,15 @@
-"""A forward of Llama models for MLX's CPU backend.
+"""A forward of Llama-shaped models for MLX's CPU backend.
 
-Same weights and mathematics as mlx-lm's module, in fewer operations: the rotary embedding's angles are computed once
-for all layers, and `exp` is written out in arithmetic that the C++ compiler vectorises (MLX's own is scalar on x86).
-GPUs have fused kernels for all of this.
+Same mathematics as mlx-lm's module, in fewer operations: products of the same input are one, the rotary embedding's
+angles are computed once for all layers, and `exp` is written out in arithmetic that the C++ compiler vectorises (MLX's
+own is scalar on x86). GPUs have fused kernels for all of this.
 """
 
 import math
 
 import mlx.core as mx
-from mlx.nn.layers.base import Module
-from mlx.nn.layers.positional_encoding import RoPE
-from mlx_lm.models import llama
 
+from posttrainllm.adapters.loading.llama import LlamaLayer, LlamaShape, LlamaWeights
 from posttrainllm.kernel.cache import attention_mask, write_at
 from posttrainllm.kernel.forward import Forward
 from posttrainllm.kernel.state import KVCache
@@ -48,40 +46,31 @@ def exp(x: mx.array) -> mx.array:
     return series * mx.view(power, mx.float32)
 
 
-def cpu_llama_forward(module: Module) -> Forward | None:
-    """Wrap a module whose layers are all of the plain Llama kind.
+def cpu_llama_forward(weights: LlamaWeights) -> Forward:
+    """Make the forward of a model.
 
     Args:
-        module: an mlx-lm model, its weights loaded; dense or quantised.
+        weights: dense or quantised.
 
     Returns:
-        The pure forward, which equals the module's up to rounding; None for any other model.
+        The pure forward, which equals that of mlx-lm's module up to rounding.
     """
-    if type(module) is not llama.Model or any(layer.use_sliding for layer in module.layers):
-        return None
-    rope = module.layers[0].self_attn.rope
-    if type(rope) is not RoPE or rope.traditional or rope.dims != module.layers[0].self_attn.head_dim:
-        return None
-    exponents = mx.arange(0, rope.dims, 2, dtype=mx.float32) / rope.dims
-    frequencies = rope.scale * mx.exp(-math.log(rope.base) * exponents)  # [D / 2]
-    mx.eval(frequencies)
+    shape = weights.shape
+    frequencies = mx.array(shape.rope_frequencies, dtype=mx.float32)  # [D / 2]
 
     def forward(tokens: mx.array, kv: KVCache, position: mx.array) -> tuple[mx.array, KVCache]:
         width, capacity = tokens.shape[1], kv[0][0].shape[2]
         mask = attention_mask(position, width, capacity)
         rotation = _rotation(position, width, frequencies)
-        hidden = module.model.embed_tokens(tokens)  # [B, W] -> [B, W, N]
+        hidden = weights.embedding.rows(tokens)  # [B, W] -> [B, W, N]
         written = []
-        for layer, (keys, values) in zip(module.layers, kv, strict=True):
-            attended, keys, values = _attention(
-                layer.self_attn, layer.input_layernorm(hidden), keys, values, position, mask, rotation
-            )
+        for layer, (keys, values) in zip(weights.layers, kv, strict=True):
+            x = mx.fast.rms_norm(hidden, layer.input_norm, shape.norm_eps)
+            attended, keys, values = _attention(layer, shape, x, keys, values, position, mask, rotation)
             hidden = hidden + attended
-            hidden = hidden + _mlp(layer.mlp, layer.post_attention_layernorm(hidden))
+            hidden = hidden + _mlp(layer, mx.fast.rms_norm(hidden, layer.mlp_norm, shape.norm_eps))
             written.append((keys, values))
-        hidden = module.model.norm(hidden)
-        head = module.model.embed_tokens.as_linear if module.args.tie_word_embeddings else module.lm_head
-        return head(hidden), tuple(written)
+        return weights.head(mx.fast.rms_norm(hidden, weights.norm, shape.norm_eps)), tuple(written)
 
     return forward
 
@@ -102,7 +91,8 @@ def _rotate(x: mx.array, rotation: tuple[mx.array, mx.array]) -> mx.array:
 
 
 def _attention(
-    layer: Module,
+    layer: LlamaLayer,
+    shape: LlamaShape,
     x: mx.array,
     keys: mx.array,
     values: mx.array,
@@ -112,28 +102,30 @@ def _attention(
 ) -> tuple[mx.array, mx.array, mx.array]:
     """Attention of x [B, W, N] over the cache, and the cache with the window written."""
     batch, width, _ = x.shape
-
-    def heads(projected: mx.array, count: int) -> mx.array:
-        return projected.reshape(batch, width, count, -1).transpose(0, 2, 1, 3)  # [B, W, H D] -> [B, H, W, D]
-
-    queries = _rotate(heads(layer.q_proj(x), layer.n_heads), rotation)
-    keys = write_at(keys, _rotate(heads(layer.k_proj(x), layer.n_kv_heads), rotation), position)
-    values = write_at(values, heads(layer.v_proj(x), layer.n_kv_heads), position)
-    groups = layer.n_heads // layer.n_kv_heads
-    grouped = queries.reshape(batch, layer.n_kv_heads, groups * width, -1)  # [B, Hkv, G W, D]
-    scores = (grouped * layer.scale) @ keys.swapaxes(-1, -2)  # [B, Hkv, G W, C]
+    heads, kv_heads, size = shape.heads, shape.kv_heads, shape.head_size
+    # [B, W, (heads + 2 H) D] -> [B, W, heads + 2 H, D]
+    projected = layer.qkv(x).reshape(batch, width, heads + 2 * kv_heads, size)
+    queries, new_keys, new_values = mx.split(projected, (heads, heads + kv_heads), axis=2)
+    if layer.query_norm is not None and layer.key_norm is not None:
+        queries = mx.fast.rms_norm(queries, layer.query_norm, shape.norm_eps)
+        new_keys = mx.fast.rms_norm(new_keys, layer.key_norm, shape.norm_eps)
+    queries = _rotate(queries.transpose(0, 2, 1, 3), rotation)  # [B, W, heads, D] -> [B, heads, W, D]
+    keys = write_at(keys, _rotate(new_keys.transpose(0, 2, 1, 3), rotation), position)
+    values = write_at(values, new_values.transpose(0, 2, 1, 3), position)
+    groups = heads // kv_heads
+    grouped = queries.reshape(batch, kv_heads, groups * width, size)  # [B, heads, W, D] -> [B, H, G W, D]
+    scores = (grouped * size**-0.5) @ keys.swapaxes(-1, -2)  # [B, H, G W, C]
     admitted = mx.tile(mask, (1, 1, groups, 1)) if groups > 1 else mask  # [B, 1, G W, C]
     scores = mx.where(admitted, scores.astype(mx.float32), -mx.inf)
     weights = exp(scores - mx.max(scores, axis=-1, keepdims=True))
     weights = mx.where(admitted, weights, 0.0)
     weights = weights / mx.sum(weights, axis=-1, keepdims=True)
-    attended = weights.astype(values.dtype) @ values  # [B, Hkv, G W, D]
-    attended = attended.reshape(batch, layer.n_heads, width, -1).transpose(0, 2, 1, 3)  # -> [B, W, H, D]
-    return layer.o_proj(attended.reshape(batch, width, -1)), keys, values
+    attended = weights.astype(values.dtype) @ values  # [B, H, G W, D]
+    attended = attended.reshape(batch, heads, width, size).transpose(0, 2, 1, 3)  # -> [B, W, heads, D]
+    return layer.output(attended.reshape(batch, width, heads * size)), keys, values
 
 
-def _mlp(layer: Module, x: mx.array) -> mx.array:
-    gate = layer.gate_proj(x)
-    activated = gate / (1.0 + exp(-gate.astype(mx.float32))) * layer.up_proj(x)
-    projected: mx.array = layer.down_proj(activated.astype(x.dtype))
-    return projected
+def _mlp(layer: LlamaLayer, x: mx.array) -> mx.array:
+    gate, up = mx.split(layer.gate_up(x), 2, axis=-1)
+    activated = gate / (1.0 + exp(-gate.astype(mx.float32))) * up
+    return layer.down(activated.astype(x.dtype))

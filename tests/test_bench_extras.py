@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ from click.testing import CliRunner
 from support import tiny_pair
 
 from posttrainllm.adapters.cli import cli
+from posttrainllm.evals.bench import machine
 from posttrainllm.evals.bench.batch import RULES
 from posttrainllm.evals.bench.check import problems
 from posttrainllm.evals.bench.child import ChildContender, running_child
@@ -163,6 +165,16 @@ def test_bad_options_are_one_line(arguments, message):
     assert result.exit_code == 2
     assert message in result.stderr
     assert len(result.stderr.splitlines()) == 1
+
+
+def test_what_children_used_of_the_cpus_is_not_others(monkeypatch):
+    def others(children_s):
+        monkeypatch.setattr(os, "times", lambda: os.times_result((1.0, 1.0, children_s, 0.0, 0.0)))
+        return machine._cpu_times()[1]
+
+    if machine._cpu_times() is None:
+        pytest.skip("nothing says what the CPUs did")
+    assert others(1000.0) < others(0.0) - 900
 
 
 def test_the_first_token_is_what_comes_behind_the_frame():

@@ -52,8 +52,7 @@ def step_costs(pair: Pair, *, draft_k: int, capacities: Sequence[int] = _LONG, s
     measured, bandwidth, others = measure_parts(pair, draft_k, every, samples=samples)
     by_capacity = {parts.capacity: parts for parts in measured}
     base, bare = by_capacity[_SHORT], by_capacity[smallest]
-    drafted = base.draft_first + (draft_k - 1) * base.draft_later
-    attention = (base.verify - bare.verify) + (drafted - bare.draft_first - (draft_k - 1) * bare.draft_later)
+    attention = base.verify - bare.verify + base.draft - bare.draft
     target, draft = pair.target.weight_bytes / bandwidth, pair.draft.weight_bytes / bandwidth
     return {
         "benchmark": "step-costs",
@@ -73,9 +72,9 @@ def step_costs(pair: Pair, *, draft_k: int, capacities: Sequence[int] = _LONG, s
         "capacity": _SHORT,
         "smallest_capacity": smallest,
         "parts": {
-            "draft": drafted,
+            "draft": base.draft,
             "verify": base.verify,
-            "choosing": base.step - drafted - base.plain_step,
+            "choosing": base.step - base.draft - base.plain_step,
             "commit": base.plain_step - base.verify,
             "step": base.step,
             "engine_step": base.engine_step,
@@ -91,7 +90,7 @@ def step_costs(pair: Pair, *, draft_k: int, capacities: Sequence[int] = _LONG, s
 
 
 _NAMES = {
-    "draft": "draft's forwards",
+    "draft": "draft's K forwards",
     "verify": "target's forward, width K + 1",
     "choosing": "proposals chosen, accepted (what is left)",
     "commit": "window, argmax, commit (as without a draft)",
@@ -122,8 +121,7 @@ def format_costs(result: dict[str, Any]) -> list[str]:
         lines.append("{:42}{:>9}{:>11}{:>11}".format(_NAMES[name], *cells).rstrip())
     lines += ["", f"{'C':>8}{'plain, ms':>12}{'verify, ms':>12}{'draft, ms':>12}{'step, ms':>12}{'step':>8}"]
     for parts in result["by_capacity"]:
-        drafted = parts["draft_first"] + (result["draft_k"] - 1) * parts["draft_later"]
-        times = (parts["plain"], parts["verify"], drafted, parts["step"])
+        times = (parts["plain"], parts["verify"], parts["draft"], parts["step"])
         cells = [f"{seconds * 1e3:.3f}" for seconds in times]
         lines.append(
             "{:>8}{:>12}{:>12}{:>12}{:>12}{:>8}".format(parts["capacity"], *cells, f"{parts['step'] / step:.2f}x")

@@ -12,7 +12,8 @@ from posttrainllm.adapters.loading.pair import Pair
 from posttrainllm.adapters.rows import RowRequest
 from posttrainllm.evals.bench.costs import Chain
 from posttrainllm.evals.bench.machine import CpuWatch
-from posttrainllm.kernel.state import DecodeState, StepOutput
+from posttrainllm.kernel.forward import Forward
+from posttrainllm.kernel.state import DecodeState, KVCache, StepOutput
 
 __all__ = ["Parts", "measure_parts"]
 
@@ -41,9 +42,8 @@ class Parts:
     """The target's forward at width 1."""
     verify: float
     """At width K + 1."""
-    draft_first: float
-    draft_later: float
-    """Each of the K - 1 others."""
+    draft: float
+    """The draft's K forwards in one graph, each fed what the last one found likeliest."""
 
 
 def measure_parts(
@@ -63,14 +63,15 @@ def measure_parts(
     """
     assert pair.draft is not None
     watch = CpuWatch()
-    later = draft_width(pair.runtime.device, "greedy")
+    drafting = attrs.evolve(
+        pair.draft, forward=_drafting(pair.draft.forward, draft_k, draft_width(pair.runtime.device, "greedy"))
+    )
     timed: dict[tuple[int, str], Callable[[], float]] = {}
     for capacity in capacities:
         forwards = {
             "plain": (pair.target, 1),
             "verify": (pair.target, draft_k + 1),
-            "draft_first": (pair.draft, 2),
-            "draft_later": (pair.draft, later),
+            "draft": (drafting, 2),
         }
         for name, (model, width) in forwards.items():
             timed[capacity, name] = Chain(model, width, capacity, _POSITION).run
@@ -90,6 +91,22 @@ def measure_parts(
         for capacity in capacities
     ]
     return parts, max(rates), watch.others()
+
+
+def _drafting(forward: Forward, draft_k: int, later: int) -> Forward:
+    """K forwards, the first of width 2, as a step makes them and without whatever it does besides."""
+
+    def run(tokens: mx.array, kv: KVCache, position: mx.array) -> tuple[mx.array, KVCache]:
+        logits, kv = forward(tokens, kv, position)
+        last = tokens[:, -1:]
+        for index in range(1, draft_k):
+            drawn = mx.argmax(logits[:, -1:], axis=-1).astype(mx.int32)  # [B, 1]
+            window = drawn if later == 1 else mx.concatenate([last, drawn], axis=1)
+            logits, kv = forward(window, kv, position + 2 + index - later)
+            last = drawn
+        return logits, kv
+
+    return run
 
 
 def _engine(pair: Pair, draft_k: int, capacity: int) -> Engine:

@@ -24,6 +24,7 @@ from posttrainllm.kernel.errors import PosttrainllmError, UsageError
 __all__ = ["command", "format_costs", "step_costs"]
 
 _SHORT = 256
+_TEXT = 64
 _LONG = (1024, 4096, 32768)
 
 
@@ -47,9 +48,9 @@ def step_costs(pair: Pair, *, draft_k: int, capacities: Sequence[int] = _LONG, s
     from posttrainllm.evals.bench.parts import measure_parts
 
     # a cache of hardly more than the text leaves attention next to nothing to do
-    smallest = 64 + draft_k + 3
+    smallest = _TEXT + draft_k + 3
     every = list(dict.fromkeys((_SHORT, smallest, *capacities)))
-    measured, bandwidth, others = measure_parts(pair, draft_k, every, samples=samples)
+    measured, bandwidth, others = measure_parts(pair, draft_k, every, samples=samples, length=_TEXT)
     by_capacity = {parts.capacity: parts for parts in measured}
     base, bare = by_capacity[_SHORT], by_capacity[smallest]
     attention = base.verify - bare.verify + base.draft - bare.draft
@@ -136,12 +137,29 @@ def format_costs(result: dict[str, Any]) -> list[str]:
     ]
 
 
+def _parse_capacities(text: str, least: int) -> list[int]:
+    try:
+        sizes = [int(word) for word in text.split(",")]
+    except ValueError:
+        raise UsageError(f"--capacities: got {text!r}, expected whole numbers with commas between them") from None
+    if min(sizes) < least:
+        raise UsageError(f"--capacities: got {min(sizes)}, expected {least} or more: the text has to fit")
+    return sizes
+
+
 @click.command(help="Time a greedy step and its parts, beside the limit of the memory; JSON on the last line.")
 @model_options()
 @click.option(
     "--shapes", metavar="TARGET+DRAFT", help=f"Random weights in place of models: two of {', '.join(SHAPES)}."
 )
 @click.option("--draft-k", type=int, default=4, show_default=True, help="K.")
+@click.option(
+    "--capacities",
+    default=",".join(map(str, _LONG)),
+    show_default=True,
+    metavar="LIST",
+    help="Cache slots whose price is asked; the text stays short.",
+)
 @click.option("--samples", type=click.IntRange(1), default=9, show_default=True, help="Of each time.")
 @click.option("--json", "as_json", is_flag=True, help="Print the JSON line alone.")
 def command(
@@ -152,16 +170,18 @@ def command(
     forward: str,
     shapes: str | None,
     draft_k: int,
+    capacities: str,
     samples: int,
     as_json: bool,
 ) -> None:
     """Load, measure, print."""
     check_draft_k(draft_k)
+    sizes = _parse_capacities(capacities, _TEXT + draft_k + 3)
     with contextlib.ExitStack() as stack:
         if shapes is not None:
             model, draft_model = shapes_on_disk(shapes, model, draft_model, stack)
         pair = load_pair(model, draft_model, dtype=dtype, forward=forward)
-        result = step_costs(pair, draft_k=draft_k, samples=samples)
+        result = step_costs(pair, draft_k=draft_k, capacities=sizes, samples=samples)
     if not as_json:
         click.echo("\n".join(format_costs(result)))
     click.echo(json.dumps(result, ensure_ascii=False))

@@ -230,6 +230,23 @@ def test_a_steps_parts_add_up_and_the_limit_is_bytes_over_bandwidth():
         step_costs(pair.plain("test"), draft_k=2)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--capacities", "1k"), "--capacities: got '1k', expected whole numbers"),
+        (("--capacities", "70,512"), "--capacities: got 70, expected 71 or more"),
+        (("--draft-k", "0"), "draft-k: got 0, expected 1 to 32"),
+        (("--shapes", "toy"), "got no draft model, expected one"),
+    ],
+)
+def test_bad_options_of_step_costs_are_one_line(arguments, message):
+    command = [sys.executable, "-m", "posttrainllm.evals.step_costs", *arguments]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 2
+    assert message in ran.stderr
+    assert len(ran.stderr.splitlines()) == 1
+
+
 def test_the_command_is_known_before_mlx_is_imported():
     imports = "import sys, posttrainllm.evals.throughput, posttrainllm.evals.step_costs"
     code = f"{imports}\nprint('mlx.core' in sys.modules)"

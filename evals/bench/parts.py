@@ -17,7 +17,6 @@ from posttrainllm.kernel.state import DecodeState, KVCache, StepOutput
 
 __all__ = ["Parts", "measure_parts"]
 
-_POSITION = 64
 _STEPS = 8  # launched in a row, as the engine does on a GPU
 _COLUMNS = 4096
 _COPY_BYTES = {"cpu": 2**28, "gpu": 2**31}
@@ -47,7 +46,7 @@ class Parts:
 
 
 def measure_parts(
-    pair: Pair, draft_k: int, capacities: Sequence[int], *, samples: int = 9
+    pair: Pair, draft_k: int, capacities: Sequence[int], *, length: int, samples: int = 9
 ) -> tuple[list[Parts], float, float | None]:
     """Time a step and its parts, all capacities in turn.
 
@@ -55,6 +54,7 @@ def measure_parts(
         pair: with a draft.
         draft_k: K.
         capacities: C of each; the cache is as large as that, the text is short.
+        length: ids of the text.
         samples: of each; medians are taken.
 
     Returns:
@@ -74,11 +74,11 @@ def measure_parts(
             "draft": (drafting, 2),
         }
         for name, (model, width) in forwards.items():
-            timed[capacity, name] = Chain(model, width, capacity, _POSITION).run
-        steps, plain_steps = (_Steps(of, draft_k, capacity) for of in (pair, pair.plain("a part of the step")))
+            timed[capacity, name] = Chain(model, width, capacity, length).run
+        steps, plain_steps = (_Steps(of, draft_k, capacity, length) for of in (pair, pair.plain("a part of the step")))
         timed |= {(capacity, "step"): steps.chained, (capacity, "plain_step"): plain_steps.chained}
         timed |= {(capacity, "call"): steps.called, (capacity, "launch"): steps.launched}
-        timed[capacity, "engine_step"] = _EngineSteps(pair, draft_k, capacity).run
+        timed[capacity, "engine_step"] = _EngineSteps(pair, draft_k, capacity, length).run
     found: dict[tuple[int, str], list[float]] = {key: [] for key in timed}
     memory, rates = _Memory(pair.runtime.device), []
     for _ in range(samples):
@@ -109,19 +109,19 @@ def _drafting(forward: Forward, draft_k: int, later: int) -> Forward:
     return run
 
 
-def _engine(pair: Pair, draft_k: int, capacity: int) -> Engine:
+def _engine(pair: Pair, draft_k: int, capacity: int, length: int) -> Engine:
     """One whose row is filled and far from its limit."""
     engine = Engine(pair, capacity=capacity, width=draft_k + 1)
     limit = min(capacity - 1, pair.target.context)
-    engine.insert(0, RowRequest(prompt=[1] * _POSITION, limit=limit, draft_k=0 if pair.draft is None else draft_k))
+    engine.insert(0, RowRequest(prompt=[1] * length, limit=limit, draft_k=0 if pair.draft is None else draft_k))
     return engine
 
 
 class _Steps:
     """The compiled step alone, on a state of its own. A row that has reached its limit costs the same."""
 
-    def __init__(self, pair: Pair, draft_k: int, capacity: int) -> None:
-        engine = _engine(pair, draft_k, capacity)
+    def __init__(self, pair: Pair, draft_k: int, capacity: int, length: int) -> None:
+        engine = _engine(pair, draft_k, capacity, length)
         self._step = engine.step_for(engine.config_for("greedy"))
         self._sampling = engine._sampling
         self._state: DecodeState | None = engine.hand_over()
@@ -170,8 +170,8 @@ class _Steps:
 class _EngineSteps:
     """Steps as a request gets them."""
 
-    def __init__(self, pair: Pair, draft_k: int, capacity: int) -> None:
-        self._engine = _engine(pair, draft_k, capacity)
+    def __init__(self, pair: Pair, draft_k: int, capacity: int, length: int) -> None:
+        self._engine = _engine(pair, draft_k, capacity, length)
         self.run()
 
     def run(self) -> float:

@@ -151,6 +151,7 @@ def test_transformers_that_cannot_take_part_is_one_line(monkeypatch, tiny_checkp
         (("--accept-rate", "1.5"), "--accept-rate: got 1.5, expected 0 to 1"),
         (("--as-installed", "int8"), "--as-installed: got 'int8', expected some of auto, float32"),
         (("--transformers", "fast"), "--transformers: got 'fast', expected some of static, eager"),
+        (("--transformers-python", "/nowhere"), "--transformers-python: got '/nowhere', expected a program"),
         (("--rows", "1,x"), "--rows: got '1,x', expected whole numbers"),
         (("--rows", "1,9"), "--rows: got 1,9, expected 1 to 8 each"),
         (("--start-up", "-1"), "--start-up: got -1, expected 0 or more"),

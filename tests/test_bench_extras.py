@@ -218,15 +218,15 @@ def test_the_ratios_are_medians_within_a_prompt_and_the_better_of_two_dtypes_cou
 
 def test_a_steps_parts_add_up_and_the_limit_is_bytes_over_bandwidth():
     pair = tiny_pair(draft="random")
-    result = step_costs(pair, draft_k=2, capacities=(512,), samples=1)
+    result = step_costs(pair, draft_k=2, capacities=(768,), samples=1)
     parts, limit = result["parts"], result["limit"]
     assert sum(parts[name] for name in ("draft", "verify", "choosing", "commit")) == pytest.approx(parts["step"])
-    assert [row["capacity"] for row in result["by_capacity"]] == [69, 256, 512]
+    assert [row["capacity"] for row in result["by_capacity"]] == [256, 512, 768]
     assert all(value > 0 for row in result["by_capacity"] for value in row.values())
     assert limit["verify"] == pytest.approx(pair.target.weight_bytes / result["bandwidth_bytes_per_s"])
     assert limit["step"] == pytest.approx(limit["verify"] + limit["draft"])
     assert json.loads(json.dumps(result)) == result
-    assert sum(line.lstrip().startswith(("69 ", "256 ", "512 ")) for line in format_costs(result)) == 3
+    assert sum(line.lstrip().startswith(("256 ", "512 ", "768 ")) for line in format_costs(result)) == 3
     with pytest.raises(UsageError, match="got no draft model"):
         step_costs(pair.plain("test"), draft_k=2)
 
@@ -235,7 +235,7 @@ def test_a_steps_parts_add_up_and_the_limit_is_bytes_over_bandwidth():
     ("arguments", "message"),
     [
         (("--capacities", "1k"), "--capacities: got '1k', expected whole numbers"),
-        (("--capacities", "70,512"), "--capacities: got 70, expected 71 or more"),
+        (("--capacities", "1024,300"), "--capacities: got 300, expected multiples of 256"),
         (("--draft-k", "0"), "draft-k: got 0, expected 1 to 32"),
         (("--shapes", "toy"), "got no draft model, expected one"),
     ],

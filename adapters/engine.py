@@ -18,13 +18,14 @@ from posttrainllm.adapters.rows import (
     RowPlace,
     RowRequest,
     RowStep,
+    needed_rules,
     read_rows,
     sampling_of,
     smallest_mode,
     wanted_logprobs,
 )
 from posttrainllm.kernel.cache import insert_request, insert_row
-from posttrainllm.kernel.config import Mode, StepConfig
+from posttrainllm.kernel.config import Mode, Rules, StepConfig
 from posttrainllm.kernel.draft import Draft
 from posttrainllm.kernel.errors import CapacityError
 from posttrainllm.kernel.forward import Forward
@@ -44,9 +45,9 @@ def capacity_for(length: int, width: int) -> int:
     return -(-(length + width) // _BUCKET) * _BUCKET
 
 
-def draft_width(device: str, mode: Mode) -> int:
+def draft_width(device: str) -> int:
     """Tokens that the draft is fed a forward, after its first: a row costs time on a CPU, and hardly any on a GPU."""
-    return 1 if device == "cpu" and mode == "greedy" else 2
+    return 1 if device == "cpu" else 2
 
 
 class Engine:
@@ -213,6 +214,7 @@ class Engine:
             smallest_mode(self._requests),
             adjusted=any(request is not None and request.adjusted for request in self._requests),
             logprobs=bool(wanted_logprobs(self._requests)),
+            rules=needed_rules(self._requests),
         )
         step = self.step_for(config)
         # nothing may hold the old state while the new one is evaluated, or its buffers are copied
@@ -222,13 +224,16 @@ class Engine:
         mx.async_eval(self._state.to_tree(), output.to_tree())  # type: ignore[no-untyped-call] # as MLX declares it
         self._in_flight.append((tuple(self._epochs), config, self._state.key, output))
 
-    def config_for(self, mode: Mode, *, adjusted: bool = False, logprobs: bool = False) -> StepConfig:
+    def config_for(
+        self, mode: Mode, *, adjusted: bool = False, logprobs: bool = False, rules: Rules = "both"
+    ) -> StepConfig:
         """Static shape of this engine's steps in a mode."""
         return StepConfig(
             width=self.width,
             vocab_size=self._vocab_size,
             mode=mode,
-            narrow_draft=draft_width(self.pair.runtime.device, mode) == 1,
+            rules=rules,
+            narrow_draft=draft_width(self.pair.runtime.device) == 1,
             diagnostics=self.diagnostics,
             adjusted=adjusted,
             logprobs=logprobs,

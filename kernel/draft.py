@@ -48,6 +48,8 @@ def propose(
     state: DecodeState,
     sampling: Sampling,
     history: History | None,
+    *,
+    target_noise: mx.array | None = None,
     recorded: mx.array | None = None,
 ) -> Proposal:
     """Draw K ids a row from the draft, one after the other.
@@ -61,12 +63,17 @@ def propose(
         state: B rows, `draft_kv` valid for positions [0, length - 2).
         sampling: B rows; the same adjustments and warps apply to draft and target.
         history: of the committed ids, from `history_of`; None where the step adjusts nothing.
+        target_noise: float32 [B, W, V], what the target draws with, which rows of the coupled rule share; None where it
+            is not at hand.
         recorded: int32 [B, K], proposals of an earlier run, to be fed in place of what the draft draws now.
 
     Returns:
         The proposals and the draft's cache, valid up to the last proposal but one.
     """
-    own_noise = _noise(config, state, sampling)
+    if config.rules == "coupled" and target_noise is not None:
+        own_noise = target_noise[:, : config.width - 1]  # [B, W, V] -> [B, K, V]
+    else:
+        own_noise = _noise(config, state, sampling)
     kv, warped, tokens, finite = state.draft_kv, [], [], []
     length = mx.maximum(state.length, 1)  # a row that was never filled is fed like one of one token
     start = mx.maximum(length - 2, 0)

@@ -10,6 +10,7 @@ from step to step is an array.
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
+import attrs
 import mlx.core as mx
 
 from posttrainllm.kernel import accept, noise
@@ -17,7 +18,7 @@ from posttrainllm.kernel.adjust import adjust, history_of
 from posttrainllm.kernel.commit import commit
 from posttrainllm.kernel.config import StepConfig
 from posttrainllm.kernel.draft import Draft, Proposal, propose
-from posttrainllm.kernel.forward import Forward
+from posttrainllm.kernel.forward import Forward, bounded
 from posttrainllm.kernel.logprobs import token_logprobs
 from posttrainllm.kernel.refill import refill_step
 from posttrainllm.kernel.sampling import choose, warp
@@ -128,6 +129,9 @@ def compile_step(config: StepConfig, target: Forward, draft: Draft | None = None
     Returns:
         A function from (state, sampling) to (state, output).
     """
+
+    target = bounded(target, config.live)
+    draft = None if draft is None else attrs.evolve(draft, forward=bounded(draft.forward, config.live))
 
     def on_trees(state_tree: tuple[Any, ...], sampling_tree: tuple[Any, ...]) -> tuple[Any, ...]:
         state, sampling = DecodeState.from_tree(state_tree), Sampling.from_tree(sampling_tree)

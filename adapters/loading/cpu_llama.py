@@ -73,7 +73,7 @@ class _Window:
     rotation: mx.array
     """float32 [B, W, D, D]: a head times it is the head rotated."""
     admitted: mx.array
-    """bool [B, H, G W, C], written out."""
+    """bool [B, H, G W, L], written out; L is C or the slots that hold the windows."""
     slots: mx.array
     """int32 [B, H, W, D]: where keys and values are written."""
 
@@ -88,24 +88,46 @@ def cpu_llama_forward(weights: LlamaWeights) -> Forward:
         The pure forward, which equals that of mlx-lm's module up to rounding.
     """
     shape = weights.shape
-    frequencies = mx.array(shape.rope_frequencies, dtype=mx.float32)  # [D / 2]
-    layers = [_layer(layer, shape) for layer in weights.layers]
-    head = _product(weights.head)
+    return _CpuLlama(
+        weights=weights,
+        layers=tuple(_layer(layer, shape) for layer in weights.layers),
+        head=_product(weights.head),
+        frequencies=mx.array(shape.rope_frequencies, dtype=mx.float32),
+    )
 
-    def forward(tokens: mx.array, kv: KVCache, position: mx.array) -> tuple[mx.array, KVCache]:
-        batch, width = tokens.shape
-        window = _window(shape, position, width, kv[0][0].shape[2], frequencies)
-        hidden = weights.embedding.rows(tokens.reshape(-1))  # [B, W] -> [B W] -> [B W, N]
+
+@attrs.frozen(eq=False, kw_only=True)
+class _CpuLlama:
+    """The forward; see `kernel.forward.BoundedForward`."""
+
+    weights: LlamaWeights = attrs.field(repr=False)
+    layers: tuple[_Layer, ...] = attrs.field(repr=False)
+    head: _Product = attrs.field(repr=False)
+    frequencies: mx.array = attrs.field(repr=False)
+    """float32 [D / 2]."""
+    live: int | None = None
+
+    def within(self, live: int) -> Forward:
+        """Attend to the first `live` slots alone.
+
+        Behind them every weight is 0, and every sum over slots goes from the first up: 0 changes none of its bits.
+        """
+        return attrs.evolve(self, live=live)
+
+    def __call__(self, tokens: mx.array, kv: KVCache, position: mx.array) -> tuple[mx.array, KVCache]:
+        shape, (batch, width) = self.weights.shape, tokens.shape
+        keys = kv[0][0]
+        live = self.live if keys.dtype == mx.float32 else None  # in 16 bits the sums are MLX's, in blocks
+        window = _window(shape, position, width, keys.shape[2], live, self.frequencies)
+        hidden = self.weights.embedding.rows(tokens.reshape(-1))  # [B, W] -> [B W] -> [B W, N]
         written = []
-        for layer, (keys, values) in zip(layers, kv, strict=True):
+        for layer, (keys, values) in zip(self.layers, kv, strict=True):
             x = _norm(hidden, layer.norms.input_norm, shape)
             attended, keys, values = _attention(layer, shape, x, keys, values, window)
             hidden = hidden + attended
             hidden = hidden + _mlp(layer, _norm(hidden, layer.norms.mlp_norm, shape))
             written.append((keys, values))
-        return head(_norm(hidden, weights.norm, shape)).reshape(batch, width, -1), tuple(written)
-
-    return forward
+        return self.head(_norm(hidden, self.weights.norm, shape)).reshape(batch, width, -1), tuple(written)
 
 
 def _layer(layer: LlamaLayer, shape: LlamaShape) -> _Layer:
@@ -128,7 +150,9 @@ def _product(linear: Linear) -> _Product:
     return lambda x: x @ turned
 
 
-def _window(shape: LlamaShape, position: mx.array, width: int, capacity: int, frequencies: mx.array) -> _Window:
+def _window(
+    shape: LlamaShape, position: mx.array, width: int, capacity: int, live: int | None, frequencies: mx.array
+) -> _Window:
     half, size = shape.head_size // 2, shape.head_size
     places = (position[:, None] + mx.arange(width)).astype(mx.float32)  # [B, W]
     angles = places[:, :, None, None] * frequencies  # [B, W] -> [B, W, 1, D / 2]
@@ -140,10 +164,11 @@ def _window(shape: LlamaShape, position: mx.array, width: int, capacity: int, fr
     partners = mx.where(mx.abs(row - column) == half, sines, 0.0)
     rotation = mx.where(row == column, cosines, partners)  # [B, W, D, D]
     groups = shape.heads // shape.kv_heads
-    mask = attention_mask(position, width, capacity)[:, :, None]  # [B, 1, W, C] -> [B, 1, 1, W, C]
+    live = capacity if live is None else live
+    mask = attention_mask(position, width, capacity)[:, :, None, :, :live]  # [B, 1, W, C] -> [B, 1, 1, W, L]
     batch = position.shape[0]
-    admitted = mx.contiguous(mx.broadcast_to(mask, (batch, shape.kv_heads, groups, width, capacity)))
-    admitted = admitted.reshape(batch, shape.kv_heads, groups * width, capacity)
+    admitted = mx.contiguous(mx.broadcast_to(mask, (batch, shape.kv_heads, groups, width, live)))
+    admitted = admitted.reshape(batch, shape.kv_heads, groups * width, live)
     slots = mx.contiguous(window_slots(position, (batch, shape.kv_heads, width, size), capacity))
     return _Window(rotation=rotation, admitted=admitted, slots=slots)
 
@@ -170,9 +195,9 @@ def _attention(
     queries, new_keys = turned[:, :, :heads].transpose(0, 2, 1, 3), turned[:, :, heads:].transpose(0, 2, 1, 3)
     keys = write_slots(keys, new_keys, window.slots)
     values = write_slots(values, new_values.transpose(0, 2, 1, 3), window.slots)
-    groups = heads // kv_heads
+    groups, live = heads // kv_heads, window.admitted.shape[-1]
     grouped = queries.reshape(batch, kv_heads, groups * width, size) if groups > 1 else queries  # -> [B, H, G W, D]
-    scores = (grouped @ keys.swapaxes(-1, -2)).astype(mx.float32)  # [B, H, G W, C]
+    scores = (grouped @ keys[:, :, :live].swapaxes(-1, -2)).astype(mx.float32)  # [B, H, G W, L]
     # as powers of two; finite scores stay finite
     scores = mx.where(window.admitted, scores * (size**-0.5 * _LOG2_E), -mx.inf)
     # flat, or the subtraction's broadcast and the power are one kernel, which is not vectorised
@@ -180,7 +205,7 @@ def _attention(
     weights = exp2(below).reshape(scores.shape)
     # all weights of a row are 0 where a score is not a number: then 0 / 0 tells
     total = mx.sum(weights, axis=-1, keepdims=True)
-    attended = weights.astype(values.dtype) @ values  # [B, H, G W, D]
+    attended = weights.astype(values.dtype) @ values[:, :, :live]  # [B, H, G W, D]
     attended = attended.reshape(batch, heads, width, size).transpose(0, 2, 1, 3)  # -> [B, W, heads, D]
     attended = attended / total.reshape(batch, heads, width, 1).transpose(0, 2, 1, 3)
     return layer.output(attended.astype(x.dtype).reshape(batch * width, heads * size)), keys, values

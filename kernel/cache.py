@@ -6,6 +6,7 @@ shapes. Slot C - 1 is scratch: no mask admits it, and every write that would fal
 
 import mlx.core as mx
 
+from posttrainllm.kernel.constants import indices
 from posttrainllm.kernel.state import DecodeState, KVCache
 
 __all__ = [
@@ -47,7 +48,7 @@ def window_slots(position: mx.array, shape: tuple[int, ...], capacity: int) -> m
     Returns:
         int32 [B, H, W, D]; out of range becomes C - 1.
     """
-    index = mx.minimum(position[:, None] + mx.arange(shape[2]), capacity - 1)  # [B, W]
+    index = mx.minimum(position[:, None] + indices(shape[2]), capacity - 1)  # [B, W]
     return mx.broadcast_to(index[:, None, :, None], shape)  # [B, W] -> [B, H, W, D]
 
 
@@ -77,8 +78,8 @@ def attention_mask(position: mx.array, width: int, capacity: int, window: int | 
     Returns:
         bool [B, 1, W, C], True where the slot is admitted.
     """
-    query = (position[:, None] + mx.arange(width))[:, None, :, None]  # [B, W] -> [B, 1, W, 1]
-    slot = mx.arange(capacity)[None, None, None, :]  # [1, 1, 1, C]
+    query = (position[:, None] + indices(width))[:, None, :, None]  # [B, W] -> [B, 1, W, 1]
+    slot = indices(capacity)[None, None, None, :]  # [1, 1, 1, C]
     admitted = (slot <= query) & (slot < capacity - 1)
     if window is not None:
         admitted = admitted & (slot > query - window)
@@ -132,7 +133,7 @@ def insert_row(buffers: mx.array, row: mx.array, index: int) -> mx.array:
     """
     if buffers.shape[0] == 1:
         return row
-    chosen = (mx.arange(buffers.shape[0]) == index).reshape(-1, *([1] * (buffers.ndim - 1)))  # [B] -> [B, 1, ...]
+    chosen = (indices(buffers.shape[0]) == index).reshape(-1, *([1] * (buffers.ndim - 1)))  # [B] -> [B, 1, ...]
     return mx.where(chosen, row, buffers)
 
 

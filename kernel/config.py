@@ -31,7 +31,7 @@ class StepConfig:
     the width of a forward, the draft's cache then depends on what was accepted, and so may its proposals, but never
     what a greedy or coupled row emits, nor the law of another."""
     live: int | None = None
-    """Slots at the cache's beginning that hold all windows of the step; None: any. Leaves work out of the graph, too."""
+    """Slots at the beginning that hold all windows of the step; None: any. This leaves work out of the graph, too."""
     diagnostics: bool = False
     """Whether to compute `StepOutput.margin`."""
     adjusted: bool = False

@@ -74,8 +74,8 @@ def gumbel_from_uniform(values: mx.array) -> mx.array:
     """Turn uniform values v into -log(-log(1 - v)).
 
     Not -log(-log(v)): the large values decide every argmax, and they must come from v near 0, where float32 is
-    fine-grained. Near 1 its steps of 2**-24 would cut the tail off at 16.6. The inner logarithm is Kahan's log1p: that of
-    the rounded 1 - v, corrected by what the rounding lost. MLX's own takes three times as long on a CPU.
+    fine-grained. Near 1 its steps of 2**-24 would cut the tail off at 16.6. The inner logarithm is Kahan's log1p:
+    that of the rounded 1 - v, corrected by what the rounding lost. MLX's own takes three times as long on a CPU.
 
     Args:
         values: float32, in [0, 1 - 2**-24].

@@ -17,6 +17,7 @@ from posttrainllm.kernel import accept, noise
 from posttrainllm.kernel.adjust import adjust, history_of
 from posttrainllm.kernel.commit import commit
 from posttrainllm.kernel.config import StepConfig
+from posttrainllm.kernel.constants import indices
 from posttrainllm.kernel.draft import Draft, Proposal, propose
 from posttrainllm.kernel.forward import Forward, bounded
 from posttrainllm.kernel.logprobs import token_logprobs
@@ -79,7 +80,7 @@ def speculative_step(
         accepted, replacement = _judge_by_ratio(
             config, state, sampling, proposal, warped, shared_noise, choice, accepts
         )
-    column = mx.arange(config.width)[None]  # [1, W]
+    column = indices(config.width)[None]  # [1, W]
     padded = mx.concatenate([proposal.tokens, proposal.tokens[:, :1]], axis=1)  # [B, K] -> [B, W]
     tokens = mx.where(column < accepted[:, None], padded, replacement[:, None])
     return commit(config, state, tokens, accepted, proposal.count, proposal.tokens, logits, target_kv, proposal.kv)
@@ -272,7 +273,7 @@ def _judge_by_ratio(
 
 def _positions(config: StepConfig, state: DecodeState) -> mx.array:
     """int32 [B, W]: absolute positions of the ids that the window's logits decide."""
-    return state.length[:, None] + mx.arange(config.width)
+    return state.length[:, None] + indices(config.width)
 
 
 def _target_noise(config: StepConfig, key: mx.array, positions: mx.array) -> mx.array | None:

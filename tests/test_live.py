@@ -62,9 +62,7 @@ def test_rows_that_outgrow_their_bucket_decode_as_if_there_were_none(embedded_pa
             limit = len(prompt) + 290
             engine.insert(
                 row,
-                RowRequest(
-                    prompt=prompt, limit=limit, draft_k=4, seed=row, temperature=temperature, coupled=coupled
-                ),
+                RowRequest(prompt=prompt, limit=limit, draft_k=4, seed=row, temperature=temperature, coupled=coupled),
             )
         seen = []
         for _ in range(60 if temperature else 80):
@@ -90,9 +88,8 @@ def test_the_rule_that_is_left_out_changes_no_row_of_the_other(rules, coupled, m
     """Rows at temperatures, one greedy, one that does not speculate; what is emitted and proposed is the same."""
     pair = tiny_pair(draft="noisy")
     draft = Draft(forward=pair.draft.forward, vocab_size=pair.draft.vocab_size, context=pair.draft.context)
-    sampling = make_sampling(
-        4, temperature=[1.0, 0.7, 0.0, 1.3], coupled=coupled, draft_k=[3, 3, 3, 0], top_k=20 if mode == "filtered" else 0
-    )
+    top_k = 20 if mode == "filtered" else 0
+    sampling = make_sampling(4, temperature=[1.0, 0.7, 0.0, 1.3], coupled=coupled, draft_k=[3, 3, 3, 0], top_k=top_k)
     seen = {}
     for chosen in ("both", rules):
         config = StepConfig(width=4, vocab_size=pair.vocab_size, mode=mode, rules=chosen)

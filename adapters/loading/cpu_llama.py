@@ -15,6 +15,7 @@ import mlx.core as mx
 
 from posttrainllm.adapters.loading.llama import Linear, LlamaLayer, LlamaShape, LlamaWeights
 from posttrainllm.kernel.cache import attention_mask, window_slots, write_slots
+from posttrainllm.kernel.constants import indices
 from posttrainllm.kernel.forward import Forward
 from posttrainllm.kernel.state import KVCache
 
@@ -67,6 +68,18 @@ class _Layer:
 
 
 @attrs.frozen(eq=False, kw_only=True)
+class _Rotary:
+    """What a rotation is made of, whatever the position."""
+
+    frequencies: mx.array
+    """float32 [D]: radians a position, those of the D / 2 pairs twice."""
+    own: mx.array
+    """float32 [D, D]: 1 on the diagonal."""
+    partner: mx.array
+    """float32 [D, D]: -1 where row j + D / 2 meets column j, 1 where row j meets column j + D / 2."""
+
+
+@attrs.frozen(eq=False, kw_only=True)
 class _Window:
     """What every layer needs to know of the positions."""
 
@@ -92,7 +105,7 @@ def cpu_llama_forward(weights: LlamaWeights) -> Forward:
         weights=weights,
         layers=tuple(_layer(layer, shape) for layer in weights.layers),
         head=_product(weights.head),
-        frequencies=mx.array(shape.rope_frequencies, dtype=mx.float32),
+        rotary=_rotary(shape),
     )
 
 
@@ -103,8 +116,7 @@ class _CpuLlama:
     weights: LlamaWeights = attrs.field(repr=False)
     layers: tuple[_Layer, ...] = attrs.field(repr=False)
     head: _Product = attrs.field(repr=False)
-    frequencies: mx.array = attrs.field(repr=False)
-    """float32 [D / 2]."""
+    rotary: _Rotary = attrs.field(repr=False)
     live: int | None = None
 
     def within(self, live: int) -> Forward:
@@ -118,7 +130,7 @@ class _CpuLlama:
         shape, (batch, width) = self.weights.shape, tokens.shape
         keys = kv[0][0]
         live = self.live if keys.dtype == mx.float32 else None  # in 16 bits the sums are MLX's, in blocks
-        window = _window(shape, position, width, keys.shape[2], live, self.frequencies)
+        window = _window(shape, position, width, keys.shape[2], live, self.rotary)
         hidden = self.weights.embedding.rows(tokens.reshape(-1))  # [B, W] -> [B W] -> [B W, N]
         written = []
         for layer, (keys, values) in zip(self.layers, kv, strict=True):
@@ -151,26 +163,30 @@ def _product(linear: Linear) -> _Product:
 
 
 def _window(
-    shape: LlamaShape, position: mx.array, width: int, capacity: int, live: int | None, frequencies: mx.array
+    shape: LlamaShape, position: mx.array, width: int, capacity: int, live: int | None, rotary: _Rotary
 ) -> _Window:
-    half, size = shape.head_size // 2, shape.head_size
-    places = (position[:, None] + mx.arange(width)).astype(mx.float32)  # [B, W]
-    angles = places[:, :, None, None] * frequencies  # [B, W] -> [B, W, 1, D / 2]
-    cosine, sine = mx.cos(angles), mx.sin(angles)
-    # column j of a head becomes x[j] cos - x[j + D / 2] sin, its partner x[j + D / 2] cos + x[j] sin
-    row, column = mx.arange(size)[:, None], mx.arange(size)[None]
-    cosines = mx.concatenate([cosine, cosine], axis=-1)  # [B, W, 1, D]
-    sines = mx.concatenate([-sine, sine], axis=-1)
-    partners = mx.where(mx.abs(row - column) == half, sines, 0.0)
-    rotation = mx.where(row == column, cosines, partners)  # [B, W, D, D]
+    places = (position[:, None] + indices(width)).astype(mx.float32)  # [B, W]
+    angles = places[:, :, None] * rotary.frequencies  # [B, W] -> [B, W, D]
+    # a column of each head takes its own place's cosine and its partner's sine: all others add 0
+    cosines, sines = mx.cos(angles)[:, :, None], mx.sin(angles)[:, :, None]  # [B, W, D] -> [B, W, 1, D]
+    rotation = cosines * rotary.own + sines * rotary.partner  # [B, W, D, D]
     groups = shape.heads // shape.kv_heads
     live = capacity if live is None else live
     mask = attention_mask(position, width, capacity)[:, :, None, :, :live]  # [B, 1, W, C] -> [B, 1, 1, W, L]
     batch = position.shape[0]
     admitted = mx.contiguous(mx.broadcast_to(mask, (batch, shape.kv_heads, groups, width, live)))
     admitted = admitted.reshape(batch, shape.kv_heads, groups * width, live)
-    slots = mx.contiguous(window_slots(position, (batch, shape.kv_heads, width, size), capacity))
+    slots = mx.contiguous(window_slots(position, (batch, shape.kv_heads, width, shape.head_size), capacity))
     return _Window(rotation=rotation, admitted=admitted, slots=slots)
+
+
+def _rotary(shape: LlamaShape) -> _Rotary:
+    half = shape.head_size // 2
+    own = mx.eye(shape.head_size)
+    partner = mx.eye(shape.head_size, k=half) - mx.eye(shape.head_size, k=-half)
+    frequencies = mx.array(shape.rope_frequencies * 2, dtype=mx.float32)
+    mx.eval(own, partner)
+    return _Rotary(frequencies=frequencies, own=own, partner=partner)
 
 
 def _norm(x: mx.array, weight: mx.array, shape: LlamaShape) -> mx.array:
@@ -189,7 +205,7 @@ def _attention(
     turned, new_values = projected[:, :, : heads + kv_heads], projected[:, :, heads + kv_heads :]
     if layer.norms.query_norm is not None and layer.norms.key_norm is not None:
         queries, new_keys = turned[:, :, :heads], turned[:, :, heads:]
-        normed = (_norm(queries, layer.norms.query_norm, shape), _norm(new_keys, layer.norms.key_norm, shape))
+        normed = [_norm(queries, layer.norms.query_norm, shape), _norm(new_keys, layer.norms.key_norm, shape)]
         turned = mx.concatenate(normed, axis=2)
     turned = (turned.astype(mx.float32) @ window.rotation).astype(x.dtype)  # [B, W, heads + H, D] @ [B, W, D, D]
     queries, new_keys = turned[:, :, :heads].transpose(0, 2, 1, 3), turned[:, :, heads:].transpose(0, 2, 1, 3)

@@ -12,7 +12,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from posttrainllm.adapters.loading.fused_llama import fused_llama_forward
-from posttrainllm.adapters.loading.llama import LlamaLayer, LlamaShape, LlamaWeights
+from posttrainllm.adapters.loading.llama import Linear, LlamaLayer, LlamaShape, LlamaWeights
 from posttrainllm.adapters.loading.nvrtc import Gpu, compile_cuda
 from posttrainllm.kernel.cache import write_at
 from posttrainllm.kernel.forward import Forward
@@ -58,7 +58,7 @@ def unsupported(weights: LlamaWeights, device: Gpu | None) -> str | None:
     return None
 
 
-def _linears(layer: LlamaLayer) -> tuple:
+def _linears(layer: LlamaLayer) -> tuple[Linear, ...]:
     return (layer.qkv, layer.output, layer.gate_up, layer.down)
 
 

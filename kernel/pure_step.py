@@ -2,8 +2,8 @@
 
     step : (DecodeState, Sampling) -> (DecodeState, StepOutput)
 
-The draft proposes K ids, the target scores all of them in one forward of width W = K + 1, a prefix is accepted, the
-state moves on. There is no global randomness, no hidden cache, no host sync; shapes are static and whatever changes
+The draft proposes K ids, the target scores all of them in one forward of width W, a prefix is accepted, the state moves
+on. K is W - 1, or less where `StepConfig.draft_k` says so; W alone decides the target's bits. There is no global randomness, no hidden cache, no host sync; shapes are static and whatever changes
 from step to step is an array.
 """
 
@@ -16,7 +16,7 @@ from posttrainllm.kernel import accept, noise
 from posttrainllm.kernel.adjust import adjust, history_of
 from posttrainllm.kernel.commit import commit
 from posttrainllm.kernel.config import StepConfig
-from posttrainllm.kernel.draft import Draft, propose
+from posttrainllm.kernel.draft import Draft, catch_up, propose
 from posttrainllm.kernel.forward import Forward
 from posttrainllm.kernel.logprobs import token_logprobs
 from posttrainllm.kernel.refill import refill_step
@@ -24,10 +24,12 @@ from posttrainllm.kernel.sampling import choose, warp
 from posttrainllm.kernel.state import DecodeState, KVCache, Sampling, StepOutput, assert_dtypes
 
 __all__ = [
+    "CatchUp",
     "Prefill",
     "Refill",
     "Score",
     "Step",
+    "compile_catch_up",
     "compile_forward",
     "compile_prefill",
     "compile_refill",
@@ -38,6 +40,7 @@ __all__ = [
 ]
 
 Step: TypeAlias = Callable[[DecodeState, Sampling], tuple[DecodeState, StepOutput]]
+CatchUp: TypeAlias = Callable[[DecodeState, mx.array], DecodeState]
 Prefill: TypeAlias = Callable[[mx.array, KVCache, mx.array], KVCache]
 Refill: TypeAlias = Callable[[DecodeState, mx.array, mx.array, mx.array], DecodeState]
 Score: TypeAlias = Callable[[mx.array, KVCache, mx.array, mx.array], tuple[KVCache, mx.array, mx.array, mx.array]]
@@ -52,7 +55,7 @@ def speculative_step(
     bit. With the leviathan rule they follow the target's law exactly.
 
     Args:
-        config: static shape of the step; K = config.width - 1 must be at least 1.
+        config: static shape of the step; K = config.proposals must be at least 1.
         target: the model whose output this is.
         draft: the model that proposes.
         state: B rows.
@@ -61,14 +64,18 @@ def speculative_step(
     Returns:
         The next state and what was emitted.
     """
-    target_noise = _target_noise(config, state)  # [B, W, V]
+    K = config.proposals
+    target_noise = _target_noise(config, state, count=K + 1)  # [B, K + 1, V]
     history = history_of(config, state, sampling)
     proposal = propose(config, draft, state, sampling, history)
-    window = mx.concatenate([_last_token(state), proposal.tokens], axis=1)  # [B, 1], [B, K] -> [B, W]
+    # a token's logits do not depend on what follows it, so neither do they on how much of the window is filled up
+    proposals = mx.pad(proposal.tokens, [(0, 0), (0, config.width - 1 - K)])  # [B, K] -> [B, W-1]
+    window = mx.concatenate([_last_token(state), proposals], axis=1)  # [B, 1], [B, W-1] -> [B, W]
     logits, target_kv = _score(config, target, state, window)
-    adjusted = adjust(logits, sampling, None if history is None else history.through(proposal.tokens))
+    judged = logits[:, : K + 1]  # [B, W, V] -> [B, K + 1, V]
+    adjusted = adjust(judged, sampling, None if history is None else history.through(proposal.tokens))
     warped = warp(adjusted, sampling, filters=config.filters)
-    choice = choose(warped, sampling, target_noise)  # [B, W]
+    choice = choose(warped, sampling, target_noise)  # [B, K + 1]
     accepts = accept.coupled_accepts(proposal.tokens, choice)
     if target_noise is None:
         accepted = accept.prefix_length(accepts, proposal.count)
@@ -77,21 +84,21 @@ def speculative_step(
         by_ratio = (~sampling.coupled & (sampling.temperature > 0))[:, None]  # [B, 1]
         target_probs = mx.softmax(warped, axis=-1)
         draft_probs = mx.softmax(proposal.warped, axis=-1)
-        positions = state.length[:, None] + mx.arange(config.width - 1)  # [B, K]
+        positions = state.length[:, None] + mx.arange(K)  # [B, K]
         uniforms = noise.uniform(noise.position_keys(state.key, positions, noise.ACCEPT))
         ratio_accepts = accept.leviathan_accepts(proposal.tokens, target_probs[:, :-1], draft_probs, uniforms)
         accepts = mx.where(by_ratio, ratio_accepts, accepts)
         accepted = accept.prefix_length(accepts, proposal.count)
-        refused = mx.minimum(accepted, config.width - 2)  # index of the refused proposal, where there is one
+        refused = mx.minimum(accepted, K - 1)  # index of the refused proposal, where there is one
         residual = accept.residual_choice(
             _at(target_probs, accepted), _at(draft_probs, refused), _at(target_noise, accepted)
         )
         from_residual = by_ratio[:, 0] & (accepted < proposal.count)
         replacement = mx.where(from_residual, residual, _at(choice, accepted))
     column = mx.arange(config.width)[None]  # [1, W]
-    padded = mx.concatenate([proposal.tokens, proposal.tokens[:, :1]], axis=1)  # [B, K] -> [B, W]
+    padded = mx.concatenate([proposals, proposals[:, :1]], axis=1)  # [B, W-1] -> [B, W]
     tokens = mx.where(column < accepted[:, None], padded, replacement[:, None])
-    return commit(config, state, tokens, accepted, proposal.count, proposal.tokens, logits, target_kv, proposal.kv)
+    return commit(config, state, tokens, accepted, proposal.count, proposals, logits, target_kv, proposal.kv)
 
 
 def plain_step(
@@ -132,7 +139,7 @@ def compile_step(config: StepConfig, target: Forward, draft: Draft | None = None
     Args:
         config: static shape of the step.
         target: the model whose output this is; its weights are frozen into the trace.
-        draft: the model that proposes; None for the plain step.
+        draft: the model that proposes; None for the plain step, which one that draws no id is, too.
         compiled: False runs the same Python operation by operation.
 
     Returns:
@@ -141,7 +148,7 @@ def compile_step(config: StepConfig, target: Forward, draft: Draft | None = None
 
     def on_trees(state_tree: tuple[Any, ...], sampling_tree: tuple[Any, ...]) -> tuple[Any, ...]:
         state, sampling = DecodeState.from_tree(state_tree), Sampling.from_tree(sampling_tree)
-        if draft is None:
+        if draft is None or config.proposals == 0:
             state, output = plain_step(config, target, state, sampling)
         else:
             state, output = speculative_step(config, target, draft, state, sampling)
@@ -196,6 +203,29 @@ def compile_score(forward: Forward, vocab_size: int, *, compiled: bool = True) -
     return mx.compile(score) if compiled else score
 
 
+def compile_catch_up(draft: Draft, *, compiled: bool = True) -> CatchUp:
+    """Bind `catch_up` to a draft and compile it.
+
+    Args:
+        draft: the model that proposes.
+        compiled: False runs it operation by operation.
+
+    Returns:
+        A function from (state, behind int32 [B]) to the state with a window of the draft's cache written.
+    """
+
+    def on_trees(state_tree: tuple[Any, ...], behind: mx.array) -> tuple[Any, ...]:
+        return catch_up(draft, DecodeState.from_tree(state_tree), behind).to_tree()
+
+    run = mx.compile(on_trees) if compiled else on_trees
+
+    def caught_up(state: DecodeState, behind: mx.array) -> DecodeState:
+        moved: DecodeState = DecodeState.from_tree(run(state.to_tree(), behind))
+        return moved
+
+    return caught_up
+
+
 def compile_refill(config: StepConfig, target: Forward, draft: Draft | None = None, *, compiled: bool = True) -> Refill:
     """Bind `refill_step` to its models and compile it, as `compile_step` does the step.
 
@@ -246,11 +276,11 @@ def _score(config: StepConfig, target: Forward, state: DecodeState, window: mx.a
     return logits[..., : config.vocab_size].astype(mx.float32), kv
 
 
-def _target_noise(config: StepConfig, state: DecodeState, count: int | None = None) -> mx.array | None:
-    """The target's own noise at the window's positions, float32 [B, count, V]; None when every row is greedy."""
+def _target_noise(config: StepConfig, state: DecodeState, *, count: int) -> mx.array | None:
+    """The target's own noise at the window's first positions, float32 [B, count, V]; None when every row is greedy."""
     if config.mode == "greedy":
         return None
-    positions = state.length[:, None] + mx.arange(count or config.width)  # [B, count]
+    positions = state.length[:, None] + mx.arange(count)  # [B, count]
     return noise.gumbel(noise.position_keys(state.key, positions, noise.TARGET), config.vocab_size)
 
 

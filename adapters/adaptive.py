@@ -1,8 +1,8 @@
-"""How many ids the draft draws next, under `--draft-k auto`: a function of what a step costs and of the row's own history.
+"""How many ids the draft draws next, under `--draft-k auto`: from what a step costs and from the row's own history.
 
-The costs are fixed before the first step and never clocked again. The history is what the draft proposed to this very row
-and what stood of it, up to the step before the last: the last one may still be under way. So a request gets the same lengths
-alone, among others, however many steps are in flight, and in a replay.
+The costs are fixed before the first step and never clocked again. The history is what the draft proposed to this very
+row and what stood of it, up to the step before the last: the last one may still be under way. So a request gets the
+same lengths alone, among others, however many steps are in flight, and in a replay.
 
 Expected ids of a step that draws K of which each stands with probability a: (1 - a^(K+1)) / (1 - a) (Leviathan et al.
 2023, arXiv:2211.17192, equation 1). The K with the most expected ids a second is drawn; 0 leaves the draft out.

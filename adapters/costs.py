@@ -1,7 +1,7 @@
 """What steps cost here, measured once for a pair in its shapes and kept beside the gate's verdicts.
 
-`--draft-k auto` chooses by these numbers, and under `leviathan` K decides which ids are drawn: so they are never measured
-again where they are on file, and a run holds them in its trace.
+`--draft-k auto` chooses by these numbers, and under `leviathan` K decides which ids are drawn: so they are never
+measured again where they are on file, and a run holds them in its trace.
 """
 
 import hashlib
@@ -9,6 +9,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ def curves_for(
         MemoryLimitError: the caches that measuring needs cannot fit.
     """
     return {
-        mode: pair.once(("curve", shape, mode), lambda mode=mode: _find(pair, shape, mode, progress))
+        mode: pair.once(("curve", shape, mode), partial(_find, pair, shape, mode, progress))
         for mode in dict.fromkeys(map(curve_mode, modes))
     }
 
@@ -96,9 +97,9 @@ def _measure(pair: Pair, shape: CostShape, mode: Mode, progress: Callable[[], No
     configs = {draft_k: engine.config_for(mode, draft_k=draft_k) for draft_k in shape.draft_ks}
     usual = attrs.evolve(engine.config_for(mode), width=1)
     runs: dict[int | None, Callable[[], None]] = {
-        draft_k: lambda config=config: engine.rehearse(config) for draft_k, config in configs.items()
+        draft_k: partial(engine.rehearse, config) for draft_k, config in configs.items()
     }
-    runs[None] = lambda: engine.rehearse(usual, plain=True)
+    runs[None] = partial(engine.rehearse, usual, plain=True)
     for run in runs.values():  # the first one compiles
         run()
         run()

@@ -263,9 +263,7 @@ class Engine:
         del state
         mx.async_eval(self._state.to_tree(), output.to_tree())  # type: ignore[no-untyped-call] # as MLX declares it
         self._in_flight.append(
-            _InFlight(
-                epochs=tuple(self._epochs), config=config, keys=self._state.key, output=output, draft_ks=draft_ks
-            )
+            _InFlight(epochs=tuple(self._epochs), config=config, keys=self._state.key, output=output, draft_ks=draft_ks)
         )
 
     def caught_up(self, state: DecodeState, behind: Sequence[int]) -> DecodeState:
@@ -300,6 +298,17 @@ class Engine:
         del state
         mx.eval(self._state.to_tree(), output.to_tree())
 
+    def warm_up(self) -> None:
+        """Compile the steps of every K that may be chosen, and the way back to the draft, while every row is idle."""
+        for mode, curve in (self.curves or {}).items():
+            for draft_k in curve.draft_ks:
+                self.rehearse(self.config_for(mode, draft_k=draft_k))
+        if self._pacer is not None:
+            state, self._state = self._take(), None
+            self._state = self.caught_up(state, [1] * self.rows)
+            del state
+            mx.eval(self._state.to_tree())
+
     def config_for(
         self, mode: Mode, *, adjusted: bool = False, logprobs: bool = False, draft_k: int | None = None
     ) -> StepConfig:
@@ -327,9 +336,7 @@ class Engine:
     def _catch_up_for(self) -> CatchUp:
         draft = self.models[1]
         assert draft is not None, "without a draft nothing is paced"
-        return self.pair.once(
-            ("catch up", self._compiled), lambda: compile_catch_up(draft, compiled=self._compiled)
-        )
+        return self.pair.once(("catch up", self._compiled), lambda: compile_catch_up(draft, compiled=self._compiled))
 
     @property
     def models(self) -> tuple[Forward, Draft | None]:

@@ -35,15 +35,15 @@ class Payoff:
         if self.pays:
             return None
         advice = (
-            f"with --draft-k auto it is drawn from in {self.drafted:.0%} of the steps, and their wide window still costs; "
-            "--no-draft decodes plainly"
+            f"--draft-k auto drew from it in {self.drafted:.0%} of the steps, and a window wide enough for it costs in "
+            "all of them; --no-draft decodes plainly"
             if self.auto
             else "--draft-k auto drafts only where it pays, --no-draft decodes plainly"
         )
         return (
-            f"the draft does not pay here: {self.tokens_per_step:.2f} tokens a step of {1e3 * self.step_seconds:.1f} ms, "
-            f"where a plain step takes {1e3 * self.plain_seconds:.1f} ms: {self.ratio:.2f} times the speed of plain "
-            f"decoding; {advice}"
+            f"the draft does not pay here: {self.tokens_per_step:.2f} tokens a step of "
+            f"{1e3 * self.step_seconds:.1f} ms, where a plain step takes {1e3 * self.plain_seconds:.1f} ms: "
+            f"{self.ratio:.2f} times the speed of plain decoding; {advice}"
         )
 
 

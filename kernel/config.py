@@ -33,8 +33,8 @@ class StepConfig:
     logprobs: bool = False
     """Whether to compute `StepOutput.logprob` and the likeliest alternatives."""
     draft_k: int | None = attrs.field(default=None)
-    """How many ids the draft draws, 0 to W - 1: the other forwards are not in the graph, and the window is filled up with
-    id 0 behind what was drawn. None draws W - 1. At 0 the step is the plain one, and the draft's cache falls behind."""
+    """How many ids the draft draws, 0 to W - 1: its other forwards are not in the graph, and the window is filled up
+    with id 0. None draws W - 1. At 0 the step is the plain one, and the draft's cache falls behind."""
 
     @draft_k.validator
     def _check_draft_k(self, _: object, value: int | None) -> None:

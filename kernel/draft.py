@@ -107,8 +107,8 @@ def propose(
 def catch_up(draft: Draft, state: DecodeState, behind: mx.array) -> DecodeState:
     """Feed the draft a window of committed ids that steps without a draft have left out.
 
-    A row that is n ids behind needs windows at n, n - 16, n - 32, ... behind the two ids that `propose` feeds itself. What
-    a window writes depends on the row's own ids and on where it begins, never on the other rows.
+    A row that is n ids behind needs windows at n, n - 16, n - 32, ... behind the two ids that `propose` feeds itself.
+    What a window writes depends on the row's own ids and on where it begins, never on the other rows.
 
     Args:
         draft: the model.

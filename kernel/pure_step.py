@@ -3,8 +3,8 @@
     step : (DecodeState, Sampling) -> (DecodeState, StepOutput)
 
 The draft proposes K ids, the target scores all of them in one forward of width W, a prefix is accepted, the state moves
-on. K is W - 1, or less where `StepConfig.draft_k` says so; W alone decides the target's bits. There is no global randomness, no hidden cache, no host sync; shapes are static and whatever changes
-from step to step is an array.
+on. K is W - 1, or less where `StepConfig.draft_k` says so; the target's bits depend on W alone. There is no global
+randomness, no hidden cache, no host sync; shapes are static and whatever changes from step to step is an array.
 """
 
 from collections.abc import Callable

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from support import decode, make_sampling, make_state, table_forward, tiny_pair, without_draft
 from test_law import LENGTH, LIMIT, ROUNDS, ROWS, VOCAB, deviate, draft_table, path_law, target_table
-from test_replay import PRINTS, arrays_of, assert_same_bits, edited
+from test_replay import PRINTS, assert_same_bits, edited
 
 from posttrainllm.adapters import adaptive
 from posttrainllm.adapters import engine as engine_module
@@ -176,7 +176,9 @@ def test_a_narrower_draft_gives_the_row_what_its_own_limit_gives_it():
             config = StepConfig(width=WIDTH, vocab_size=16, mode="sampled", draft_k=drawn, diagnostics=True)
             step = compile_step(config, table_forward(tables[0]), draft)
             state = make_state([[index % 16] for index in range(60)], limit=40, capacity=64)
-            sampling = make_sampling(60, temperature=[0.0, 1.0, 1.0] * 20, coupled=[False, False, True] * 20, draft_k=own)
+            sampling = make_sampling(
+                60, temperature=[0.0, 1.0, 1.0] * 20, coupled=[False, False, True] * 20, draft_k=own
+            )
             outputs = []
             for _ in range(8):
                 state, output = step(state, sampling)
@@ -208,7 +210,9 @@ def test_leviathan_emits_the_targets_law_where_k_follows_what_was_accepted():
     draft = Draft(forward=table_forward(mx.array(proposer)), vocab_size=VOCAB, context=10**6)
     steps = [
         compile_step(
-            StepConfig(width=WIDTH, vocab_size=VOCAB, mode="sampled", draft_k=drawn), table_forward(mx.array(target)), draft
+            StepConfig(width=WIDTH, vocab_size=VOCAB, mode="sampled", draft_k=drawn),
+            table_forward(mx.array(target)),
+            draft,
         )
         for drawn in (2, 0, 4)
     ]

@@ -2,8 +2,8 @@
 
 Before the first step the prompt goes through the engine's own prefill. To stand at step N the caches are then refilled:
 every step before it is repeated at its recorded width and position with its recorded proposals, so that every entry
-gets the bits it had. Steps are run by the engine's own compiled functions. Where K was chosen from step to step the recorded
-ones are run, and beside them they are chosen again from the trace's costs and steps.
+gets the bits it had. Steps are run by the engine's own compiled functions. Where K was chosen from step to step the
+recorded ones are run, and beside them they are chosen again from the trace's costs and steps.
 """
 
 from collections.abc import Sequence

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from posttrainllm.adapters.chat.conversation import Conversation
-from posttrainllm.adapters.gate.heed import unless_broken
 from posttrainllm.adapters.draft_length import DraftLength
+from posttrainllm.adapters.gate.heed import unless_broken
 from posttrainllm.adapters.loading.pair import Pair, load_pair
 from posttrainllm.adapters.options import (
     chat_options,

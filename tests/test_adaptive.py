@@ -20,7 +20,7 @@ from posttrainllm.adapters.rows import RowRequest
 from posttrainllm.kernel.config import StepConfig
 from posttrainllm.kernel.draft import CATCH_UP_WIDTH, Draft
 from posttrainllm.kernel.errors import TraceError
-from posttrainllm.kernel.pure_step import compile_step
+from posttrainllm.kernel.pure_step import compile_catch_up, compile_step
 
 WIDTH, COUNT = 5, 120
 PROMPTS = ((4, 5, 6, 7), (9,) * 30, (3,), tuple(range(100, 200)))
@@ -227,6 +227,30 @@ def test_leviathan_emits_the_targets_law_where_k_follows_what_was_accepted():
             draft_k = mx.where(output.accepted > 0, 4, 1).astype(mx.int32)
         np.add.at(counts, tuple(np.array(state.tokens)[:, 1 : 1 + LENGTH].T), 1)
     assert abs(deviate(counts, path_law(target, 0.8))) < LIMIT
+
+
+def test_catching_up_writes_what_was_left_out_and_touches_no_other_row(pair):
+    """Held against one forward over everything: float32, whose sums another width may order differently."""
+    model, capacity, length = pair.draft, 128, 70
+    draft = Draft(forward=model.forward, vocab_size=model.vocab_size, context=capacity)
+    ids = np.random.default_rng(3).integers(0, 512, size=(3, length)).tolist()
+    start = mx.zeros((3,), dtype=mx.int32)
+    _, whole = model.forward(mx.array(ids), model.make_kv(3, capacity), start)
+    behind = [1, 0, 37]
+    fed = [row[: length - 2 - count] + [0] * (2 + count) for row, count in zip(ids, behind, strict=True)]
+    _, kv = model.forward(mx.array(fed), model.make_kv(3, capacity), start)
+    state = make_state(ids, limit=100, capacity=capacity, draft_kv=kv)
+    before = [np.array(array[1]) for layer in kv for array in layer]
+    catch_up = compile_catch_up(draft)
+    for done in range(0, max(behind), CATCH_UP_WIDTH):
+        state = catch_up(state, mx.array([max(count - done, 0) for count in behind], dtype=mx.int32))
+    for layer, expected in zip(state.draft_kv, whole, strict=True):
+        for array, right in zip(layer, expected, strict=True):
+            for row in (0, 2):
+                np.testing.assert_allclose(array[row, :, : length - 2], right[row, :, : length - 2], atol=1e-4)
+    after = [np.array(array[1]) for layer in state.draft_kv for array in layer]
+    for old, new in zip(before, after, strict=True):
+        np.testing.assert_array_equal(old[:, : capacity - 1], new[:, : capacity - 1])
 
 
 # --- the engine

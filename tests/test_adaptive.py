@@ -1,5 +1,7 @@
 """`--draft-k auto`: the lengths follow from costs and the row's own history, and change nothing that is promised."""
 
+import json
+
 import attrs
 import mlx.core as mx
 import numpy as np
@@ -8,10 +10,16 @@ from support import decode, make_sampling, make_state, table_forward, tiny_pair,
 from test_law import LENGTH, LIMIT, ROUNDS, ROWS, VOCAB, deviate, draft_table, path_law, target_table
 from test_replay import PRINTS, assert_same_bits, edited
 
-from posttrainllm.adapters import adaptive
+from posttrainllm.adapters import adaptive, batch
 from posttrainllm.adapters import engine as engine_module
 from posttrainllm.adapters.adaptive import Curve, Pace, choices_up_to, expected_ids, speed_ratio
 from posttrainllm.adapters.engine import Engine
+from posttrainllm.adapters.gate.cache import gate_key
+from posttrainllm.adapters.gate.paths import PATHS
+from posttrainllm.adapters.gate.plan import plan
+from posttrainllm.adapters.gate.prompts import Prompt, read_prompts
+from posttrainllm.adapters.gate.run import run_gate
+from posttrainllm.adapters.loading.pair import load_pair
 from posttrainllm.adapters.replay.reading import read_trace
 from posttrainllm.adapters.replay.replayer import Replayer
 from posttrainllm.adapters.replay.verify import verify, view_step
@@ -491,3 +499,28 @@ def test_the_tests_above_find_a_length_that_depends_on_what_was_read_in_time(pai
     monkeypatch.setattr(adaptive.Pace, "decide", decide_at_once)
     with pytest.raises(AssertionError):
         test_the_number_of_steps_in_flight_changes_neither_ids_nor_lengths(pair, monkeypatch)
+
+
+# --- the gate
+
+
+def test_the_gate_runs_the_lengths_that_serve_and_files_them_apart(pair):
+    texts = ("\u0103", "\u0104\u0105\u0106", "\u0110\u0111" * 20)
+    prompts = [Prompt(id=f"tiny-{number}", kind="letters", text=text) for number, text in enumerate(texts)]
+    planned = plan(pair, prompts, draft_k=4, max_tokens=60, cut=True, curves=CURVES)
+    decoded = batch.decode(PATHS[0].candidate(pair, planned.shape), planned.requests)
+    assert {step.draft_k for steps in decoded for step in steps} == {0, 1, 2, 4}
+    (path,) = run_gate(pair, planned).paths
+    assert path.findings.reference_differences == path.findings.coupled_differences == ()
+    assert all(law.holds for law in path.findings.laws)
+    assert path.verdict in ("identical", "width-identical")
+
+
+def test_a_verdict_on_one_policy_is_none_on_another():
+    pair = load_pair()
+    prompts = read_prompts(None, 2)
+    plans = [plan(pair, prompts, draft_k=4, max_tokens=8, cut=True, curves=curves) for curves in (None, CURVES)]
+    keys = [gate_key(pair, planned) for planned in plans]
+    assert "auto" not in keys[0]
+    assert {name: value for name, value in keys[1].items() if name != "auto"} == keys[0]
+    assert json.loads(json.dumps(keys[1])) == keys[1]

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+import attrs
+
 from posttrainllm.adapters.gate.findings import GateResult
 from posttrainllm.adapters.gate.prompts import prompts_hash
 from posttrainllm.adapters.loading.pair import Pair
@@ -62,9 +64,12 @@ def gate_key(pair: Pair, planned: "Plan") -> dict[str, Any]:
     Raises:
         CheckpointError: a directory is gone or cannot be read.
     """
+    curves = planned.shape.curves
+    costs = {} if curves is None else {mode: attrs.asdict(curve) for mode, curve in curves.items()}
     return {
         **models_of(pair),
         **setting_of(pair, planned.shape.draft_k),
+        **({"auto": json.loads(json.dumps(costs))} if costs else {}),
         "rows": planned.shape.rows,
         "capacity": planned.shape.capacity,
         "prompts": prompts_hash(planned.prompts),
@@ -252,7 +257,10 @@ def _source_hash() -> str:
     kernel, adapters = (Path(str(package.__file__)).parent for package in (posttrainllm.kernel, posttrainllm.adapters))
     folders = (kernel, adapters / "loading", adapters / "gate")
     files = [file for folder in folders for file in sorted(folder.glob("*")) if file.suffix in (".py", ".c")]
-    for file in [*files, *(adapters / f"{name}.py" for name in ("batch", "engine", "prefill", "rows", "runtime"))]:
+    for file in [
+        *files,
+        *(adapters / f"{name}.py" for name in ("adaptive", "batch", "engine", "prefill", "rows", "runtime")),
+    ]:
         digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 

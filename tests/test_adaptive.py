@@ -1,5 +1,7 @@
 """`--draft-k auto`: the lengths follow from costs and the row's own history, and change nothing that is promised."""
 
+import json
+
 import attrs
 import mlx.core as mx
 import numpy as np
@@ -8,10 +10,16 @@ from support import decode, make_sampling, make_state, table_forward, tiny_pair,
 from test_law import LENGTH, LIMIT, ROUNDS, ROWS, VOCAB, deviate, draft_table, path_law, target_table
 from test_replay import PRINTS, assert_same_bits, edited
 
-from posttrainllm.adapters import adaptive
+from posttrainllm.adapters import adaptive, batch
 from posttrainllm.adapters import engine as engine_module
 from posttrainllm.adapters.adaptive import Curve, Pace, choices_up_to, expected_ids, speed_ratio
 from posttrainllm.adapters.engine import Engine
+from posttrainllm.adapters.gate.cache import gate_key
+from posttrainllm.adapters.gate.paths import PATHS
+from posttrainllm.adapters.gate.plan import plan
+from posttrainllm.adapters.gate.prompts import Prompt, read_prompts
+from posttrainllm.adapters.gate.run import run_gate
+from posttrainllm.adapters.loading.pair import load_pair
 from posttrainllm.adapters.replay.reading import read_trace
 from posttrainllm.adapters.replay.replayer import Replayer
 from posttrainllm.adapters.replay.verify import verify, view_step
@@ -20,7 +28,7 @@ from posttrainllm.adapters.rows import RowRequest
 from posttrainllm.kernel.config import StepConfig
 from posttrainllm.kernel.draft import CATCH_UP_WIDTH, Draft
 from posttrainllm.kernel.errors import TraceError
-from posttrainllm.kernel.pure_step import compile_step
+from posttrainllm.kernel.pure_step import compile_catch_up, compile_step
 
 WIDTH, COUNT = 5, 120
 PROMPTS = ((4, 5, 6, 7), (9,) * 30, (3,), tuple(range(100, 200)))
@@ -227,6 +235,30 @@ def test_leviathan_emits_the_targets_law_where_k_follows_what_was_accepted():
             draft_k = mx.where(output.accepted > 0, 4, 1).astype(mx.int32)
         np.add.at(counts, tuple(np.array(state.tokens)[:, 1 : 1 + LENGTH].T), 1)
     assert abs(deviate(counts, path_law(target, 0.8))) < LIMIT
+
+
+def test_catching_up_writes_what_was_left_out_and_touches_no_other_row(pair):
+    """Held against one forward over everything: float32, whose sums another width may order differently."""
+    model, capacity, length = pair.draft, 128, 70
+    draft = Draft(forward=model.forward, vocab_size=model.vocab_size, context=capacity)
+    ids = np.random.default_rng(3).integers(0, 512, size=(3, length)).tolist()
+    start = mx.zeros((3,), dtype=mx.int32)
+    _, whole = model.forward(mx.array(ids), model.make_kv(3, capacity), start)
+    behind = [1, 0, 37]
+    fed = [row[: length - 2 - count] + [0] * (2 + count) for row, count in zip(ids, behind, strict=True)]
+    _, kv = model.forward(mx.array(fed), model.make_kv(3, capacity), start)
+    state = make_state(ids, limit=100, capacity=capacity, draft_kv=kv)
+    before = [np.array(array[1]) for layer in kv for array in layer]
+    catch_up = compile_catch_up(draft)
+    for done in range(0, max(behind), CATCH_UP_WIDTH):
+        state = catch_up(state, mx.array([max(count - done, 0) for count in behind], dtype=mx.int32))
+    for layer, expected in zip(state.draft_kv, whole, strict=True):
+        for array, right in zip(layer, expected, strict=True):
+            for row in (0, 2):
+                np.testing.assert_allclose(array[row, :, : length - 2], right[row, :, : length - 2], atol=1e-4)
+    after = [np.array(array[1]) for layer in state.draft_kv for array in layer]
+    for old, new in zip(before, after, strict=True):
+        np.testing.assert_array_equal(old[:, : capacity - 1], new[:, : capacity - 1])
 
 
 # --- the engine
@@ -467,3 +499,28 @@ def test_the_tests_above_find_a_length_that_depends_on_what_was_read_in_time(pai
     monkeypatch.setattr(adaptive.Pace, "decide", decide_at_once)
     with pytest.raises(AssertionError):
         test_the_number_of_steps_in_flight_changes_neither_ids_nor_lengths(pair, monkeypatch)
+
+
+# --- the gate
+
+
+def test_the_gate_runs_the_lengths_that_serve_and_files_them_apart(pair):
+    texts = ("\u0103", "\u0104\u0105\u0106", "\u0110\u0111" * 20)
+    prompts = [Prompt(id=f"tiny-{number}", kind="letters", text=text) for number, text in enumerate(texts)]
+    planned = plan(pair, prompts, draft_k=4, max_tokens=60, cut=True, curves=CURVES)
+    decoded = batch.decode(PATHS[0].candidate(pair, planned.shape), planned.requests)
+    assert {step.draft_k for steps in decoded for step in steps} == {0, 1, 2, 4}
+    (path,) = run_gate(pair, planned).paths
+    assert path.findings.reference_differences == path.findings.coupled_differences == ()
+    assert all(law.holds for law in path.findings.laws)
+    assert path.verdict in ("identical", "width-identical")
+
+
+def test_a_verdict_on_one_policy_is_none_on_another():
+    pair = load_pair()
+    prompts = read_prompts(None, 2)
+    plans = [plan(pair, prompts, draft_k=4, max_tokens=8, cut=True, curves=curves) for curves in (None, CURVES)]
+    keys = [gate_key(pair, planned) for planned in plans]
+    assert "auto" not in keys[0]
+    assert {name: value for name, value in keys[1].items() if name != "auto"} == keys[0]
+    assert json.loads(json.dumps(keys[1])) == keys[1]

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+import attrs
+
 from posttrainllm.adapters.gate.findings import GateResult
 from posttrainllm.adapters.gate.prompts import prompts_hash
 from posttrainllm.adapters.loading.pair import Pair
@@ -58,9 +60,12 @@ def gate_key(pair: Pair, planned: "Plan") -> dict[str, Any]:
     Raises:
         CheckpointError: a directory is gone or cannot be read.
     """
+    curves = planned.shape.curves
+    costs = {} if curves is None else {mode: attrs.asdict(curve) for mode, curve in curves.items()}
     return {
         **models_of(pair),
         **setting_of(pair, planned.shape.draft_k),
+        **({"auto": json.loads(json.dumps(costs))} if costs else {}),
         "rows": planned.shape.rows,
         "capacity": planned.shape.capacity,
         "prompts": prompts_hash(planned.prompts),
@@ -247,8 +252,11 @@ def _source_hash() -> str:
     digest = hashlib.sha256()
     kernel, adapters = (Path(str(package.__file__)).parent for package in (posttrainllm.kernel, posttrainllm.adapters))
     folders = (kernel, adapters / "loading", adapters / "gate")
-    files = [file for folder in folders for file in sorted(folder.glob("*")) if file.suffix in (".py", ".c")]
-    for file in [*files, *(adapters / f"{name}.py" for name in ("batch", "engine", "prefill", "rows", "runtime"))]:
+    files = [file for folder in folders for file in sorted(folder.glob("*")) if file.suffix in (".py", ".c", ".cu")]
+    for file in [
+        *files,
+        *(adapters / f"{name}.py" for name in ("adaptive", "batch", "engine", "prefill", "rows", "runtime")),
+    ]:
         digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 

@@ -90,6 +90,8 @@ def boot(options: ServeOptions) -> Served:
     most = options.draft_k.on(pair.runtime.device)
     width = most + 1 if pair.draft is not None else 1
     shape = Shape(rows=options.slots, capacity=capacity_for(context, width), draft_k=most)
+    if options.draft_k.auto and pair.draft is not None:
+        shape = attrs.evolve(shape, curves=_curves(pair, shape))
     for note in (pair.forwards, *pair.notes):
         LOGGER.info("%s", note)
     if not pair.tokenizer.has_chat_template:
@@ -105,13 +107,9 @@ def boot(options: ServeOptions) -> Served:
     if standing.unkept is not None:
         LOGGER.warning("the verdict is not kept: %s", standing.unkept)
 
-    curves = None
-    if options.draft_k.auto and pair.draft is not None and standing.enabled:
-        curves = _curves(pair, shape)
-
     def engine_for(standing: Standing) -> Engine:
         if pair.draft is None or standing.enabled:
-            return Engine(pair, rows=options.slots, capacity=shape.capacity, width=width, curves=curves)
+            return Engine(pair, rows=options.slots, capacity=shape.capacity, width=width, curves=shape.curves)
         plain = pair.plain(standing.reason or "broken")
         return Engine(plain, rows=options.slots, capacity=shape.capacity, width=1)
 
@@ -125,7 +123,7 @@ def boot(options: ServeOptions) -> Served:
     )
     LOGGER.info("%s", scheduler.engine.forecast.description)
     _warm_up(scheduler.engine, coupled=options.accept_rule == "coupled")
-    return Served(scheduler=scheduler, settings=_settings(options, pair, context, shape, fingerprints, curves))
+    return Served(scheduler=scheduler, settings=_settings(options, pair, context, shape, fingerprints))
 
 
 def _curves(pair: Pair, shape: Shape) -> dict[Mode, Curve]:
@@ -147,12 +145,7 @@ def _context(pair: Pair, asked: int | None) -> int:
 
 
 def _settings(
-    options: ServeOptions,
-    pair: Pair,
-    context: int,
-    shape: Shape,
-    fingerprints: dict[str, str],
-    curves: dict[Mode, Curve] | None,
+    options: ServeOptions, pair: Pair, context: int, shape: Shape, fingerprints: dict[str, str]
 ) -> ServeSettings:
     depends_on: dict[str, Any] = {
         **fingerprints,
@@ -160,9 +153,8 @@ def _settings(
         "device": [pair.runtime.device, pair.runtime.device_name, pair.runtime.blas, pair.runtime.compiled],
         "dtype": pair.target.dtype,
         "forwards": pair.forwards,
+        # with the costs that `auto` chooses K by: under `leviathan` K decides which ids are drawn
         "shape": attrs.asdict(shape),
-        # K is chosen by these, and under `leviathan` K decides which ids are drawn
-        **({} if curves is None else {"costs": {mode: attrs.asdict(curve) for mode, curve in curves.items()}}),
     }
     digest = hashlib.sha256(json.dumps(depends_on, sort_keys=True).encode()).hexdigest()
     name = options.served_model_name or pair.target.label

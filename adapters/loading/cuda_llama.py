@@ -1,7 +1,6 @@
 """A forward of Llama models for NVIDIA GPUs: one persistent kernel for short windows.
 
-The cache of all layers is one buffer, [B, layers * H, C, D] for keys and one for values, so that a forward writes it
-once. Long windows, as in prefill, take the same weights through plain MLX operations, which are also the kernel's
+The cache of all layers is one buffer, [B, 2 * layers * H, C, D], keys before values, so that a forward writes it once. Long windows, as in prefill, take the same weights through plain MLX operations, which are also the kernel's
 reference. Source of the kernel: cuda_llama.cu, cuda_attention.cu, cuda_forward.cu.
 """
 
@@ -64,8 +63,8 @@ def _linears(layer: LlamaLayer) -> tuple:
 
 
 def one_buffer(shape: LlamaShape) -> tuple[tuple[int, int, int], ...]:
-    """Keys and values of all layers together, [B, layers * H, C, D] each: one write a forward."""
-    return ((shape.layers * shape.kv_heads, shape.head_size, shape.head_size),)
+    """Keys and then values of all layers as one buffer, [B, 2 * layers * H, C, D]; the other of the pair is empty."""
+    return ((2 * shape.layers * shape.kv_heads, shape.head_size, 0),)
 
 
 def plain_llama_forward(weights: LlamaWeights) -> Forward:
@@ -77,13 +76,14 @@ def plain_llama_forward(weights: LlamaWeights) -> Forward:
     Returns:
         The pure forward; kv is as `one_buffer` says.
     """
-    shape, fused = weights.shape, fused_llama_forward(weights)
+    layers, fused = weights.shape.layers, fused_llama_forward(weights)
 
     def forward(tokens: mx.array, kv: KVCache, position: mx.array) -> tuple[mx.array, KVCache]:
-        layers = [mx.split(buffer, shape.layers, axis=1) for buffer in kv[0]]
-        logits, written = fused(tokens, tuple(zip(*layers, strict=True)), position)
-        keys, values = (mx.concatenate(list(buffers), axis=1) for buffers in zip(*written, strict=True))
-        return logits, ((keys, values),)
+        ((cached, empty),) = kv
+        planes = mx.split(cached, 2 * layers, axis=1)
+        logits, written = fused(tokens, tuple(zip(planes[:layers], planes[layers:], strict=True)), position)
+        keys, values = zip(*written, strict=True)
+        return logits, ((mx.concatenate([*keys, *values], axis=1), empty),)
 
     return forward
 
@@ -117,37 +117,35 @@ def cuda_llama_forward(weights: LlamaWeights, device: Gpu, folder: Path | None) 
         rows = _rows_for(batch * width, shape, device)
         if rows is None:
             return plain(tokens, kv, position)
-        ((keys, values),) = kv
-        capacity = keys.shape[2]
+        ((cached, empty),) = kv
+        capacity = cached.shape[2]
         split = _split_keys(capacity)
         query_tiles = batch * shape.kv_heads * -(-shape.heads // shape.kv_heads * width // 16)
         if query_tiles > _COUNTERS - _BARRIER_COUNTERS:
             return plain(tokens, kv, position)
         parts = query_tiles * -(-capacity // split) * 16 * (shape.head_size + 2) if capacity > split else 1
-        count, dtype = batch * width, keys.dtype
-        window = (batch, keys.shape[1], width, shape.head_size)
-        logits, new_keys, new_values, *_ = mx.fast.precompiled_cuda_kernel(
+        count, dtype = batch * width, cached.dtype
+        logits, fresh, *_ = mx.fast.precompiled_cuda_kernel(
             name="llama_forward",
             compiled_source=build(rows, split),
-            inputs=[tokens, position, arrays[0], keys, values, *arrays[1:], *layers],
+            inputs=[tokens, position, arrays[0], cached, *arrays[1:], *layers],
             output_shapes=[
                 (batch, width, shape.vocab_size),
-                window,
-                window,
+                (batch, cached.shape[1], width, shape.head_size),
                 (count, shape.hidden),
                 (count, shape.heads * shape.head_size),
                 (count, shape.heads * shape.head_size),
                 (count, shape.mlp),
                 (parts,),
             ],
-            output_dtypes=[mx.float32, *[dtype] * 6, mx.float32],
+            output_dtypes=[mx.float32, *[dtype] * 5, mx.float32],
             scalars=[batch, width, capacity],
             grid=(device.multiprocessors * _THREADS, 1, 1),
             threadgroup=(_THREADS, 1, 1),
             shared_memory=_shared_bytes(shape, device),
             ensure_row_contiguous=True,
         )
-        return logits, ((write_at(keys, new_keys, position), write_at(values, new_values, position)),)
+        return logits, ((write_at(cached, fresh, position), empty),)
 
     return forward
 
@@ -172,7 +170,7 @@ def _arrays(layer: LlamaLayer) -> Sequence[mx.array]:
 
 def _shared_bytes(shape: LlamaShape, device: Gpu) -> int:
     """Dynamic shared memory: all that the table of layers (7 pointers each) and a few sums leave."""
-    return (device.shared_bytes - shape.layers * 56 - 2048) // 128 * 128
+    return (device.shared_bytes - shape.layers * 56 - 3072) // 128 * 128
 
 
 def _rows_for(tokens: int, shape: LlamaShape, device: Gpu) -> int | None:

@@ -29,7 +29,7 @@ def commit(
         tokens: int32 [B, W], the ids to emit; behind `accepted` + 1 they mean nothing.
         accepted: int32 [B], how many proposals stand, 0 to K.
         proposed: int32 [B], how many there were.
-        proposals: int32 [B, K], for the output alone.
+        proposals: int32 [B, W-1], for the output alone.
         logits: float32 [B, W, V] of the target, raw; where one that decides an emitted id is not finite, the row emits
             none.
         target_kv: the target's cache after its forward.

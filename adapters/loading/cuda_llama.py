@@ -1,7 +1,8 @@
 """A forward of Llama models for NVIDIA GPUs: one persistent kernel for short windows.
 
-The cache of all layers is one buffer, [B, 2 * layers * H, C, D], keys before values, so that a forward writes it once. Long windows, as in prefill, take the same weights through plain MLX operations, which are also the kernel's
-reference. Source of the kernel: cuda_llama.cu, cuda_attention.cu, cuda_forward.cu.
+The cache of all layers is one buffer, [B, 2 * layers * H, C, D], keys before values, so that a forward writes it once.
+Long windows, as in prefill, take the same weights through plain MLX operations, which are also the kernel's reference.
+Source of the kernel: cuda_llama.cu, cuda_attention.cu, cuda_forward.cu.
 """
 
 import functools

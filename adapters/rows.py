@@ -11,13 +11,14 @@ import numpy.typing as npt
 from posttrainllm.adapters.checks import check_ids
 from posttrainllm.adapters.logprobs import read_logprobs
 from posttrainllm.adapters.result import TokenLogprobs
-from posttrainllm.kernel.config import Mode, StepConfig
+from posttrainllm.kernel.config import Mode, Rules, StepConfig
 from posttrainllm.kernel.state import Sampling, StepOutput
 
 __all__ = [
     "RowPlace",
     "RowRequest",
     "RowStep",
+    "needed_rules",
     "read_rows",
     "sampling_of",
     "smallest_mode",
@@ -96,6 +97,10 @@ class RowStep:
     """The row's root key, two 32-bit words, as the step saw it."""
     mode: Mode = "greedy"
     narrow_draft: bool = False
+    draft_k: int = 0
+    """How many ids the draft might propose to this row."""
+    drawn: int = 0
+    """How many it drew for every row; behind them the window holds id 0."""
     logprobs: tuple[TokenLogprobs, ...] = ()
     """Of the emitted ids; empty unless the request asks for them."""
 
@@ -106,6 +111,14 @@ def smallest_mode(requests: Sequence[RowRequest | None]) -> Mode:
     if "filtered" in modes:
         return "filtered"
     return "sampled" if "sampled" in modes else "greedy"
+
+
+def needed_rules(requests: Sequence[RowRequest | None]) -> Rules:
+    """The accept rules that rows at a temperature have; a greedy row serves under any."""
+    coupled = {request.coupled for request in requests if request is not None and request.temperature > 0}
+    if len(coupled) != 1:
+        return "both"
+    return "coupled" if coupled.pop() else "leviathan"
 
 
 def wanted_logprobs(requests: Sequence[RowRequest | None]) -> dict[int, int]:
@@ -163,6 +176,8 @@ def read_rows(
     places: Mapping[int, RowPlace],
     config: StepConfig,
     wanted: Mapping[int, int] = MappingProxyType({}),
+    *,
+    draft_ks: Sequence[int],
 ) -> dict[int, RowStep]:
     """Take a step's result over to the host; this waits for it.
 
@@ -172,6 +187,7 @@ def read_rows(
         places: where the rows to read stood before it.
         config: the step's.
         wanted: of `wanted_logprobs`.
+        draft_ks: how many ids the draft might propose to each of the B rows.
 
     Returns:
         What the step did to each of those rows.
@@ -193,6 +209,8 @@ def read_rows(
             key=tuple(roots[row].tolist()),
             mode=config.mode,
             narrow_draft=config.narrow_draft,
+            draft_k=draft_ks[row],
+            drawn=config.proposals,
             logprobs=()
             if row not in wanted
             else read_logprobs(tokens[row, : emitted[row]].tolist(), own[row], tops[row], top_values[row], wanted[row]),

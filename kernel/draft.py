@@ -1,4 +1,4 @@
-"""The draft's K forwards.
+"""The draft's K forwards, and how its cache catches up after steps that had none.
 
 The first has width 2: it feeds the last two committed tokens, so there is no special case after a window that was
 accepted whole. The others feed the newest proposal, and the one before it again unless `StepConfig.narrow_draft`: at
@@ -11,11 +11,15 @@ import mlx.core as mx
 from posttrainllm.kernel import noise
 from posttrainllm.kernel.adjust import History, adjust
 from posttrainllm.kernel.config import StepConfig
+from posttrainllm.kernel.constants import indices
 from posttrainllm.kernel.forward import Forward
 from posttrainllm.kernel.sampling import choose, warp
 from posttrainllm.kernel.state import DecodeState, KVCache, Sampling
 
-__all__ = ["Draft", "Proposal", "propose"]
+__all__ = ["CATCH_UP_WIDTH", "Draft", "Proposal", "catch_up", "propose"]
+
+CATCH_UP_WIDTH = 16
+"""Tokens a row that `catch_up` feeds at once."""
 
 
 @attrs.frozen(kw_only=True)
@@ -48,6 +52,8 @@ def propose(
     state: DecodeState,
     sampling: Sampling,
     history: History | None,
+    *,
+    target_noise: mx.array | None = None,
     recorded: mx.array | None = None,
 ) -> Proposal:
     """Draw K ids a row from the draft, one after the other.
@@ -56,26 +62,32 @@ def propose(
     position at which the draft's logits are not finite.
 
     Args:
-        config: K = config.width - 1.
+        config: K = config.proposals, 1 or more.
         draft: the model.
         state: B rows, `draft_kv` valid for positions [0, length - 2).
         sampling: B rows; the same adjustments and warps apply to draft and target.
         history: of the committed ids, from `history_of`; None where the step adjusts nothing.
-        recorded: int32 [B, K], proposals of an earlier run, to be fed in place of what the draft draws now.
+        target_noise: float32 [B, K + 1, V], what the target draws with, which rows of the coupled rule share; None
+            where it is not at hand.
+        recorded: int32 [B, K or more], proposals of an earlier run, to be fed in place of what the draft draws now.
 
     Returns:
         The proposals and the draft's cache, valid up to the last proposal but one.
     """
-    own_noise = _noise(config, state, sampling)
+    own_noise: mx.array | None
+    if config.rules == "coupled" and target_noise is not None:
+        own_noise = target_noise[:, : config.proposals]  # [B, K + 1, V] -> [B, K, V]
+    else:
+        own_noise = _noise(config, state, sampling)
     kv, warped, tokens, finite = state.draft_kv, [], [], []
     length = mx.maximum(state.length, 1)  # a row that was never filled is fed like one of one token
     start = mx.maximum(length - 2, 0)
-    columns = mx.minimum(start[:, None] + mx.arange(2), state.tokens.shape[1] - 1)
+    columns = mx.minimum(start[:, None] + indices(2), state.tokens.shape[1] - 1)
     window = mx.take_along_axis(state.tokens, columns, axis=1)  # [B, 2]
     # a one-token prompt starts at 0 and reads its first column, every other the second
     column = (length - 1 - start)[:, None]  # [B, 1]
     last = mx.take_along_axis(window, column, axis=1)  # [B, 1]
-    for index in range(config.width - 1):
+    for index in range(config.proposals):
         logits, kv = draft.forward(mx.minimum(window, draft.vocab_size - 1), kv, start)
         if index == 0:
             logits = mx.take_along_axis(logits, column[..., None], axis=1)  # [B, 2, V] -> [B, 1, V]
@@ -97,15 +109,38 @@ def propose(
     usable = mx.sum(mx.cumprod(mx.concatenate(finite, axis=1).astype(mx.int32), axis=1), axis=1)
     count = mx.minimum(mx.minimum(sampling.draft_k, usable), _room(draft, state))
     return Proposal(
-        tokens=proposals, count=mx.clip(count, 0, config.width - 1), warped=mx.concatenate(warped, axis=1), kv=kv
+        tokens=proposals, count=mx.clip(count, 0, config.proposals), warped=mx.concatenate(warped, axis=1), kv=kv
     )
+
+
+def catch_up(draft: Draft, state: DecodeState, behind: mx.array) -> DecodeState:
+    """Feed the draft a window of committed ids that steps without a draft have left out.
+
+    A row that is n ids behind needs windows at n, n - 16, n - 32, ... behind the two ids that `propose` feeds itself.
+    What a window writes depends on the row's own ids and on where it begins, never on the other rows.
+
+    Args:
+        draft: the model.
+        state: B rows, `draft_kv` valid for positions [0, length - 2 - behind).
+        behind: int32 [B], 1 or more; 0 for a row that is not behind, of which nothing is written.
+
+    Returns:
+        The state, with its `draft_kv` valid for 16 more positions of each such row, length - 2 at most.
+    """
+    capacity = state.tokens.shape[1]
+    start = mx.maximum(state.length - 2 - behind, 0)
+    start = mx.where(behind > 0, start, capacity)  # write_at drops what is out of range
+    columns = mx.minimum(start[:, None] + indices(CATCH_UP_WIDTH), capacity - 1)
+    window = mx.take_along_axis(state.tokens, columns, axis=1)  # [B, 16]
+    _, kv = draft.forward(mx.minimum(window, draft.vocab_size - 1), state.draft_kv, start)
+    return attrs.evolve(state, draft_kv=kv)
 
 
 def _noise(config: StepConfig, state: DecodeState, sampling: Sampling) -> mx.array | None:
     """float32 [B, K, V]: the target's noise for a coupled row, the draft's own for another."""
     if config.mode == "greedy":
         return None
-    positions = state.length[:, None] + mx.arange(config.width - 1)  # [B, K]
+    positions = state.length[:, None] + indices(config.proposals)  # [B, K]
     purpose = mx.where(sampling.coupled, noise.TARGET, noise.DRAFT).astype(mx.uint32)
     return noise.gumbel(noise.position_keys(state.key, positions, purpose), config.vocab_size)
 

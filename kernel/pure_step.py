@@ -2,32 +2,36 @@
 
     step : (DecodeState, Sampling) -> (DecodeState, StepOutput)
 
-The draft proposes K ids, the target scores all of them in one forward of width W = K + 1, a prefix is accepted, the
-state moves on. There is no global randomness, no hidden cache, no host sync; shapes are static and whatever changes
-from step to step is an array.
+The draft proposes K ids, the target scores all of them in one forward of width W, a prefix is accepted, the state moves
+on. K is W - 1, or less where `StepConfig.draft_k` says so; the target's bits depend on W alone. There is no global
+randomness, no hidden cache, no host sync; shapes are static and whatever changes from step to step is an array.
 """
 
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
+import attrs
 import mlx.core as mx
 
 from posttrainllm.kernel import accept, noise
 from posttrainllm.kernel.adjust import adjust, history_of
 from posttrainllm.kernel.commit import commit
 from posttrainllm.kernel.config import StepConfig
-from posttrainllm.kernel.draft import Draft, propose
-from posttrainllm.kernel.forward import Forward
+from posttrainllm.kernel.constants import indices
+from posttrainllm.kernel.draft import Draft, Proposal, catch_up, propose
+from posttrainllm.kernel.forward import Forward, bounded
 from posttrainllm.kernel.logprobs import token_logprobs
 from posttrainllm.kernel.refill import refill_step
 from posttrainllm.kernel.sampling import choose, warp
 from posttrainllm.kernel.state import DecodeState, KVCache, Sampling, StepOutput, assert_dtypes
 
 __all__ = [
+    "CatchUp",
     "Prefill",
     "Refill",
     "Score",
     "Step",
+    "compile_catch_up",
     "compile_forward",
     "compile_prefill",
     "compile_refill",
@@ -38,6 +42,7 @@ __all__ = [
 ]
 
 Step: TypeAlias = Callable[[DecodeState, Sampling], tuple[DecodeState, StepOutput]]
+CatchUp: TypeAlias = Callable[[DecodeState, mx.array], DecodeState]
 Prefill: TypeAlias = Callable[[mx.array, KVCache, mx.array], KVCache]
 Refill: TypeAlias = Callable[[DecodeState, mx.array, mx.array, mx.array], DecodeState]
 Score: TypeAlias = Callable[[mx.array, KVCache, mx.array, mx.array], tuple[KVCache, mx.array, mx.array, mx.array]]
@@ -52,7 +57,7 @@ def speculative_step(
     bit. With the leviathan rule they follow the target's law exactly.
 
     Args:
-        config: static shape of the step; K = config.width - 1 must be at least 1.
+        config: static shape of the step; K = config.proposals must be at least 1.
         target: the model whose output this is.
         draft: the model that proposes.
         state: B rows.
@@ -61,37 +66,31 @@ def speculative_step(
     Returns:
         The next state and what was emitted.
     """
-    target_noise = _target_noise(config, state)  # [B, W, V]
+    K = config.proposals
+    # under leviathan alone the target draws once a step, where the last accepted proposal ends
+    shared_noise = None if config.rules == "leviathan" else _target_noise(config, state.key, _positions(config, state))
     history = history_of(config, state, sampling)
-    proposal = propose(config, draft, state, sampling, history)
-    window = mx.concatenate([_last_token(state), proposal.tokens], axis=1)  # [B, 1], [B, K] -> [B, W]
+    proposal = propose(config, draft, state, sampling, history, target_noise=shared_noise)
+    # a token's logits do not depend on what follows it, so neither do they on how much of the window is filled up
+    proposals = _filled_up(proposal.tokens, config.width - 1)  # [B, K] -> [B, W-1]
+    window = mx.concatenate([_last_token(state), proposals], axis=1)  # [B, 1], [B, W-1] -> [B, W]
     logits, target_kv = _score(config, target, state, window)
-    adjusted = adjust(logits, sampling, None if history is None else history.through(proposal.tokens))
+    judged = logits[:, : K + 1]  # [B, W, V] -> [B, K + 1, V]
+    adjusted = adjust(judged, sampling, None if history is None else history.through(proposal.tokens))
     warped = warp(adjusted, sampling, filters=config.filters)
-    choice = choose(warped, sampling, target_noise)  # [B, W]
+    choice = choose(warped, sampling, shared_noise)  # [B, K + 1]
     accepts = accept.coupled_accepts(proposal.tokens, choice)
-    if target_noise is None:
+    if config.mode == "greedy" or config.rules == "coupled":
         accepted = accept.prefix_length(accepts, proposal.count)
         replacement = _at(choice, accepted)
     else:
-        by_ratio = (~sampling.coupled & (sampling.temperature > 0))[:, None]  # [B, 1]
-        target_probs = mx.softmax(warped, axis=-1)
-        draft_probs = mx.softmax(proposal.warped, axis=-1)
-        positions = state.length[:, None] + mx.arange(config.width - 1)  # [B, K]
-        uniforms = noise.uniform(noise.position_keys(state.key, positions, noise.ACCEPT))
-        ratio_accepts = accept.leviathan_accepts(proposal.tokens, target_probs[:, :-1], draft_probs, uniforms)
-        accepts = mx.where(by_ratio, ratio_accepts, accepts)
-        accepted = accept.prefix_length(accepts, proposal.count)
-        refused = mx.minimum(accepted, config.width - 2)  # index of the refused proposal, where there is one
-        residual = accept.residual_choice(
-            _at(target_probs, accepted), _at(draft_probs, refused), _at(target_noise, accepted)
+        accepted, replacement = _judge_by_ratio(
+            config, state, sampling, proposal, warped, shared_noise, choice, accepts
         )
-        from_residual = by_ratio[:, 0] & (accepted < proposal.count)
-        replacement = mx.where(from_residual, residual, _at(choice, accepted))
-    column = mx.arange(config.width)[None]  # [1, W]
-    padded = mx.concatenate([proposal.tokens, proposal.tokens[:, :1]], axis=1)  # [B, K] -> [B, W]
+    column = indices(config.width)[None]  # [1, W]
+    padded = mx.concatenate([proposals, proposals[:, :1]], axis=1)  # [B, W-1] -> [B, W]
     tokens = mx.where(column < accepted[:, None], padded, replacement[:, None])
-    return commit(config, state, tokens, accepted, proposal.count, proposal.tokens, logits, target_kv, proposal.kv)
+    return commit(config, state, tokens, accepted, proposal.count, proposals, logits, target_kv, proposal.kv)
 
 
 def plain_step(
@@ -114,7 +113,7 @@ def plain_step(
     filler = mx.zeros((batch, config.width - 1), dtype=mx.int32)
     window = mx.concatenate([_last_token(state), filler], axis=1)  # [B, 1], [B, W-1] -> [B, W]
     logits, target_kv = _score(config, target, state, window)
-    first_noise = _target_noise(config, state, count=1)
+    first_noise = _target_noise(config, state.key, state.length[:, None])
     adjusted = adjust(logits[:, :1], sampling, history_of(config, state, sampling))  # [B, W, V] -> [B, 1, V]
     choice = choose(warp(adjusted, sampling, filters=config.filters), sampling, first_noise)  # [B, 1]
     tokens = mx.concatenate([choice, filler], axis=1)  # [B, W]
@@ -132,16 +131,19 @@ def compile_step(config: StepConfig, target: Forward, draft: Draft | None = None
     Args:
         config: static shape of the step.
         target: the model whose output this is; its weights are frozen into the trace.
-        draft: the model that proposes; None for the plain step.
+        draft: the model that proposes; None for the plain step, which one that draws no id is, too.
         compiled: False runs the same Python operation by operation.
 
     Returns:
         A function from (state, sampling) to (state, output).
     """
 
+    target = bounded(target, config.live)
+    draft = None if draft is None else attrs.evolve(draft, forward=bounded(draft.forward, config.live))
+
     def on_trees(state_tree: tuple[Any, ...], sampling_tree: tuple[Any, ...]) -> tuple[Any, ...]:
         state, sampling = DecodeState.from_tree(state_tree), Sampling.from_tree(sampling_tree)
-        if draft is None:
+        if draft is None or config.proposals == 0:
             state, output = plain_step(config, target, state, sampling)
         else:
             state, output = speculative_step(config, target, draft, state, sampling)
@@ -196,6 +198,29 @@ def compile_score(forward: Forward, vocab_size: int, *, compiled: bool = True) -
     return mx.compile(score) if compiled else score
 
 
+def compile_catch_up(draft: Draft, *, compiled: bool = True) -> CatchUp:
+    """Bind `catch_up` to a draft and compile it.
+
+    Args:
+        draft: the model that proposes.
+        compiled: False runs it operation by operation.
+
+    Returns:
+        A function from (state, behind int32 [B]) to the state with a window of the draft's cache written.
+    """
+
+    def on_trees(state_tree: tuple[Any, ...], behind: mx.array) -> tuple[Any, ...]:
+        return catch_up(draft, DecodeState.from_tree(state_tree), behind).to_tree()
+
+    run = mx.compile(on_trees) if compiled else on_trees
+
+    def caught_up(state: DecodeState, behind: mx.array) -> DecodeState:
+        moved: DecodeState = DecodeState.from_tree(run(state.to_tree(), behind))
+        return moved
+
+    return caught_up
+
+
 def compile_refill(config: StepConfig, target: Forward, draft: Draft | None = None, *, compiled: bool = True) -> Refill:
     """Bind `refill_step` to its models and compile it, as `compile_step` does the step.
 
@@ -246,12 +271,52 @@ def _score(config: StepConfig, target: Forward, state: DecodeState, window: mx.a
     return logits[..., : config.vocab_size].astype(mx.float32), kv
 
 
-def _target_noise(config: StepConfig, state: DecodeState, count: int | None = None) -> mx.array | None:
-    """The target's own noise at the window's positions, float32 [B, count, V]; None when every row is greedy."""
+def _filled_up(ids: mx.array, count: int) -> mx.array:
+    """Ids [B, N] and id 0 behind them, int32 [B, count]."""
+    missing = count - ids.shape[1]
+    return mx.pad(ids, [(0, 0), (0, missing)]) if missing else ids
+
+
+def _judge_by_ratio(
+    config: StepConfig,
+    state: DecodeState,
+    sampling: Sampling,
+    proposal: Proposal,
+    warped: mx.array,
+    shared_noise: mx.array | None,
+    choice: mx.array,
+    accepts: mx.array,
+) -> tuple[mx.array, mx.array]:
+    """How many proposals stand and which id follows them, int32 [B] each; rows of the other rule as `accepts` says."""
+    by_ratio = (~sampling.coupled & (sampling.temperature > 0))[:, None]  # [B, 1]
+    target_probs = mx.softmax(warped, axis=-1)
+    draft_probs = mx.softmax(proposal.warped, axis=-1)
+    uniforms = noise.uniform(noise.position_keys(state.key, _positions(config, state)[:, :-1], noise.ACCEPT))
+    ratio_accepts = accept.leviathan_accepts(proposal.tokens, target_probs[:, :-1], draft_probs, uniforms)
+    accepted = accept.prefix_length(mx.where(by_ratio, ratio_accepts, accepts), proposal.count)
+    refused = mx.minimum(accepted, config.proposals - 1)  # index of the refused proposal, where there is one
+    if shared_noise is None:
+        final_noise = _target_noise(config, state.key, (state.length + accepted)[:, None])  # [B, 1, V]
+        assert final_noise is not None
+        drawn = choose(_at(warped, accepted)[:, None], sampling, final_noise)[:, 0]
+        final_noise = final_noise[:, 0]  # [B, V]
+    else:
+        final_noise, drawn = _at(shared_noise, accepted), _at(choice, accepted)
+    residual = accept.residual_choice(_at(target_probs, accepted), _at(draft_probs, refused), final_noise)
+    from_residual = by_ratio[:, 0] & (accepted < proposal.count)
+    return accepted, mx.where(from_residual, residual, drawn)
+
+
+def _positions(config: StepConfig, state: DecodeState) -> mx.array:
+    """int32 [B, K + 1]: absolute positions of the ids that the window's logits decide."""
+    return state.length[:, None] + indices(config.proposals + 1)
+
+
+def _target_noise(config: StepConfig, key: mx.array, positions: mx.array) -> mx.array | None:
+    """The target's own noise at positions [B, N], float32 [B, N, V]; None when every row is greedy."""
     if config.mode == "greedy":
         return None
-    positions = state.length[:, None] + mx.arange(count or config.width)  # [B, count]
-    return noise.gumbel(noise.position_keys(state.key, positions, noise.TARGET), config.vocab_size)
+    return noise.gumbel(noise.position_keys(key, positions, noise.TARGET), config.vocab_size)
 
 
 def _last_token(state: DecodeState) -> mx.array:

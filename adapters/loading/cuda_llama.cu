@@ -72,7 +72,7 @@ __device__ __forceinline__ void multiply(float (&c)[4], u32 a0, u32 a1, u32 a2, 
 
 __device__ __forceinline__ uint4 load_weight(const u16* at) {
   uint4 value;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+  asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];"
                : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
                : "l"(at));
   return value;
@@ -150,33 +150,48 @@ struct Stage {
 template <int K, class RowAt>
 __device__ __forceinline__ void stage_normed(u16* stage, int tokens, const u16* weight, RowAt row_at) {
   static_assert(Stage<K>::FITS, "the inputs of a normed product must fit shared memory");
-  constexpr int PARTS = 4, WORDS = K / 8;
+  constexpr int PARTS = 4, WORDS = K / 8, EACH = ceil_div(WORDS, 32 * PARTS);
   __shared__ float squares[ROWS][PARTS];
-  const int lane = threadIdx.x % 32;
-  for (int item = threadIdx.x / 32; item < tokens * PARTS; item += THREADS / 32) {
-    const int token = item / PARTS, part = item % PARTS;
-    const u16* from = row_at(token);
+  const int lane = threadIdx.x % 32, items = tokens * PARTS;
+  uint4 next[EACH];
+  const auto load = [&](int item) {
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+      const int word = item % PARTS * 32 + lane + i * 32 * PARTS;
+      if (item < items && word < WORDS) next[i] = load_fresh(row_at(item / PARTS) + word * 8);
+    }
+  };
+  load(threadIdx.x / 32);
+#pragma unroll 1
+  for (int item = threadIdx.x / 32; item < items; item += THREADS / 32) {
+    uint4 v[EACH];
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) v[i] = next[i];
+    load(item + THREADS / 32);  // on its way while this one is added up
     float sum = 0.0f;
 #pragma unroll
-    for (int word = part * 32 + lane; word < ceil_div(WORDS, 32 * PARTS) * 32 * PARTS; word += 32 * PARTS) {
-      if (word >= WORDS) break;
-      const uint4 v = load_fresh(from + word * 8);
-      *reinterpret_cast<uint4*>(stage + token * Stage<K>::STRIDE + word * 8) = v;
-      const u32 words[4] = {v.x, v.y, v.z, v.w};
+    for (int i = 0; i < EACH; ++i) {
+      const int word = item % PARTS * 32 + lane + i * 32 * PARTS;
+      if (word >= WORDS) continue;
+      *reinterpret_cast<uint4*>(stage + item / PARTS * Stage<K>::STRIDE + word * 8) = v[i];
+      const u32 words[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        sum = fmaf(low_of(words[i]), low_of(words[i]), sum);
-        sum = fmaf(high_of(words[i]), high_of(words[i]), sum);
+      for (int j = 0; j < 4; ++j) {
+        sum = fmaf(low_of(words[j]), low_of(words[j]), sum);
+        sum = fmaf(high_of(words[j]), high_of(words[j]), sum);
       }
     }
 #pragma unroll
     for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
-    if (lane == 0) squares[token][part] = sum;
+    if (lane == 0) squares[item / PARTS][item % PARTS] = sum;
   }
+  constexpr bool SAME_PLACE = THREADS % WORDS == 0;  // whether a thread meets one place of every row
+  uint4 w = load_weight(weight + threadIdx.x % WORDS * 8);
   __syncthreads();
+#pragma unroll 1
   for (int index = threadIdx.x; index < tokens * WORDS; index += THREADS) {
     const int token = index / WORDS, k = index % WORDS * 8;
-    const uint4 w = load_weight(weight + k);
+    if (!SAME_PLACE) w = load_weight(weight + k);
     uint4* at = reinterpret_cast<uint4*>(stage + token * Stage<K>::STRIDE + k);
     const uint4 v = *at;
     const float* parts = squares[token];
@@ -212,14 +227,21 @@ __host__ __device__ constexpr int batch_of(int each) {
   return best;
 }
 
-// How the warps of a group share the inner axis of a product: chunks of 32 in turns, some of them loaded ahead.
+// How the warps of a group share the inner axis of a product: chunks of 32, two neighbours (a line of the cache) at a
+// time in turns; a batch of them is loaded ahead.
 template <int K>
 struct Plan {
   static_assert(K % 32 == 0, "the inner axis goes in chunks of 32");
   static constexpr int CHUNKS = K / 32;
-  static constexpr int BATCH = batch_of(ceil_div(CHUNKS, WARPS));
-  static constexpr int BATCHES = ceil_div(ceil_div(CHUNKS, WARPS), BATCH);
+  // of two neighbours a warp may get both at the ragged end
+  static constexpr int EACH = CHUNKS < 2 * WARPS ? ceil_div(CHUNKS, WARPS) : 2 * ceil_div(CHUNKS, 2 * WARPS);
+  static constexpr int BATCH = batch_of(EACH);
+  static constexpr int BATCHES = ceil_div(EACH, BATCH);
   static constexpr bool RAGGED = BATCHES * BATCH * WARPS != CHUNKS;
+  __device__ __forceinline__ static int chunk(int warp, int turn) {
+    if (CHUNKS < 2 * WARPS) return warp + WARPS * turn;
+    return warp * 2 + turn % 2 + WARPS * 2 * (turn / 2);
+  }
 };
 
 template <int K>
@@ -240,7 +262,7 @@ __device__ __forceinline__ Held<K> begin(const u16* weight, int tiles, RowOf row
   const u16* row = weight + static_cast<size_t>(row_of(tile, at.row)) * K + at.column * 8;
   Held<K> held;
 #pragma unroll
-  for (int u = 0; u < Plan<K>::BATCH; ++u) held.load(u, row, at.warp + WARPS * u);
+  for (int u = 0; u < Plan<K>::BATCH; ++u) held.load(u, row, Plan<K>::chunk(at.warp, u));
   return held;
 }
 
@@ -279,8 +301,8 @@ __device__ __forceinline__ void product(Held<K>& held, const u16* weight, int ti
 #pragma unroll
       for (int u = 0; u < P::BATCH; ++u) {
         const uint4 w = held.words[u];
-        if (!last || more) held.load(u, ahead, at.warp + WARPS * (first + u));
-        const int chunk = at.warp + WARPS * (batch * P::BATCH + u);
+        if (!last || more) held.load(u, ahead, P::chunk(at.warp, first + u));
+        const int chunk = P::chunk(at.warp, batch * P::BATCH + u);
         if (P::RAGGED && chunk >= P::CHUNKS) continue;
 #pragma unroll
         for (int i = 0; i < TOKEN_TILES; ++i) {

@@ -49,7 +49,7 @@ def forward_costs(pair: Pair, draft_ks: Sequence[int], *, capacity: int, positio
         The costs.
     """
     assert pair.draft is not None
-    later = draft_width(pair.runtime.device, "greedy")
+    later = draft_width(pair.runtime.device)
     chains = {("draft", width): Chain(pair.draft, width, capacity, position) for width in {2, later}}
     for width in (1, *(k + 1 for k in draft_ks)):
         chains["target", width] = Chain(pair.target, width, capacity, position)

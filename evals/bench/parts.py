@@ -64,7 +64,7 @@ def measure_parts(
     assert pair.draft is not None
     watch = CpuWatch()
     drafting = attrs.evolve(
-        pair.draft, forward=_drafting(pair.draft.forward, draft_k, draft_width(pair.runtime.device, "greedy"))
+        pair.draft, forward=_drafting(pair.draft.forward, draft_k, draft_width(pair.runtime.device))
     )
     timed: dict[tuple[int, str], Callable[[], float]] = {}
     for capacity in capacities:
@@ -110,19 +110,19 @@ def _drafting(forward: Forward, draft_k: int, later: int) -> Forward:
 
 
 def _engine(pair: Pair, draft_k: int, capacity: int, length: int) -> Engine:
-    """One whose row is filled and far from its limit."""
+    """One whose row soon stops, which makes a step no cheaper: it stays as short as the step is for."""
     engine = Engine(pair, capacity=capacity, width=draft_k + 1)
-    limit = min(capacity - 1, pair.target.context)
+    limit = length + draft_k + 1
     engine.insert(0, RowRequest(prompt=[1] * length, limit=limit, draft_k=0 if pair.draft is None else draft_k))
     return engine
 
 
 class _Steps:
-    """The compiled step alone, on a state of its own. A row that has reached its limit costs the same."""
+    """The compiled step alone, on a state of its own."""
 
     def __init__(self, pair: Pair, draft_k: int, capacity: int, length: int) -> None:
         engine = _engine(pair, draft_k, capacity, length)
-        self._step = engine.step_for(engine.config_for("greedy"))
+        self._step = engine.step_for(engine.usual_config("greedy", length + 3 * engine.width))
         self._sampling = engine._sampling
         self._state: DecodeState | None = engine.hand_over()
         self.chained()  # compiles

@@ -11,6 +11,7 @@ import mlx.core as mx
 from posttrainllm.kernel import noise
 from posttrainllm.kernel.adjust import History, adjust
 from posttrainllm.kernel.config import StepConfig
+from posttrainllm.kernel.constants import indices
 from posttrainllm.kernel.forward import Forward
 from posttrainllm.kernel.sampling import choose, warp
 from posttrainllm.kernel.state import DecodeState, KVCache, Sampling
@@ -51,6 +52,8 @@ def propose(
     state: DecodeState,
     sampling: Sampling,
     history: History | None,
+    *,
+    target_noise: mx.array | None = None,
     recorded: mx.array | None = None,
 ) -> Proposal:
     """Draw K ids a row from the draft, one after the other.
@@ -64,16 +67,22 @@ def propose(
         state: B rows, `draft_kv` valid for positions [0, length - 2).
         sampling: B rows; the same adjustments and warps apply to draft and target.
         history: of the committed ids, from `history_of`; None where the step adjusts nothing.
+        target_noise: float32 [B, K + 1, V], what the target draws with, which rows of the coupled rule share; None
+            where it is not at hand.
         recorded: int32 [B, K or more], proposals of an earlier run, to be fed in place of what the draft draws now.
 
     Returns:
         The proposals and the draft's cache, valid up to the last proposal but one.
     """
-    own_noise = _noise(config, state, sampling)
+    own_noise: mx.array | None
+    if config.rules == "coupled" and target_noise is not None:
+        own_noise = target_noise[:, : config.proposals]  # [B, K + 1, V] -> [B, K, V]
+    else:
+        own_noise = _noise(config, state, sampling)
     kv, warped, tokens, finite = state.draft_kv, [], [], []
     length = mx.maximum(state.length, 1)  # a row that was never filled is fed like one of one token
     start = mx.maximum(length - 2, 0)
-    columns = mx.minimum(start[:, None] + mx.arange(2), state.tokens.shape[1] - 1)
+    columns = mx.minimum(start[:, None] + indices(2), state.tokens.shape[1] - 1)
     window = mx.take_along_axis(state.tokens, columns, axis=1)  # [B, 2]
     # a one-token prompt starts at 0 and reads its first column, every other the second
     column = (length - 1 - start)[:, None]  # [B, 1]
@@ -121,7 +130,7 @@ def catch_up(draft: Draft, state: DecodeState, behind: mx.array) -> DecodeState:
     capacity = state.tokens.shape[1]
     start = mx.maximum(state.length - 2 - behind, 0)
     start = mx.where(behind > 0, start, capacity)  # write_at drops what is out of range
-    columns = mx.minimum(start[:, None] + mx.arange(CATCH_UP_WIDTH), capacity - 1)
+    columns = mx.minimum(start[:, None] + indices(CATCH_UP_WIDTH), capacity - 1)
     window = mx.take_along_axis(state.tokens, columns, axis=1)  # [B, 16]
     _, kv = draft.forward(mx.minimum(window, draft.vocab_size - 1), state.draft_kv, start)
     return attrs.evolve(state, draft_kv=kv)
@@ -131,7 +140,7 @@ def _noise(config: StepConfig, state: DecodeState, sampling: Sampling) -> mx.arr
     """float32 [B, K, V]: the target's noise for a coupled row, the draft's own for another."""
     if config.mode == "greedy":
         return None
-    positions = state.length[:, None] + mx.arange(config.proposals)  # [B, K]
+    positions = state.length[:, None] + indices(config.proposals)  # [B, K]
     purpose = mx.where(sampling.coupled, noise.TARGET, noise.DRAFT).astype(mx.uint32)
     return noise.gumbel(noise.position_keys(state.key, positions, purpose), config.vocab_size)
 

@@ -5,15 +5,20 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+import attrs
 import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten, tree_map, tree_map_with_path
 from mlx_lm.models import llama
 
 from posttrainllm.adapters.engine import Engine
-from posttrainllm.adapters.loading.module import Model, model_from_module
+from posttrainllm.adapters.loading.llama import LlamaWeights
+from posttrainllm.adapters.loading.llama_config import read_config
+from posttrainllm.adapters.loading.llama_reader import fuse_llama
+from posttrainllm.adapters.loading.module import Model
 from posttrainllm.adapters.loading.pair import Pair, embedded_path
 from posttrainllm.adapters.loading.tokenizer import Tokenizer
+from posttrainllm.adapters.loading.variants import model_from_weights
 from posttrainllm.adapters.rows import RowRequest
 from posttrainllm.adapters.runtime import start
 from posttrainllm.kernel.noise import root_key
@@ -52,6 +57,19 @@ def tiny_module(config: dict, *, seed: int, dtype: mx.Dtype = mx.float32, noise_
     return module
 
 
+def fused_weights(module, config: dict, dtype: str = "float32") -> LlamaWeights:
+    """A module's own arrays as our forwards take them."""
+    weights = fuse_llama(dict(tree_flatten(module.parameters())), read_config(config), dtype)
+    assert weights is not None
+    return weights
+
+
+def tiny_model(module, config: dict, *, name: str, dtype: str, context: int) -> Model:
+    """A model as loading makes it: with the forward of ours that fits this machine."""
+    model = model_from_weights(fused_weights(module, config, dtype), name=name, dtype=dtype, context=context)
+    return attrs.evolve(model, module_loader=lambda: module)
+
+
 def random_weights(module, *, seed: int, dtype: mx.Dtype, noise_on=None, scale: float = 0.0) -> None:
     """Draw every matrix and bias of a module, or add noise of a scale to another one's; norms stay as they are."""
     generator = np.random.default_rng(seed)
@@ -79,7 +97,7 @@ def tiny_pair(
 ) -> Pair:
     """A random target with a draft that is "same", "noisy" or "random"."""
     as_dtype = getattr(mx, dtype)
-    config = tiny_config(vocab=vocab, context=context)
+    config = draft_config = tiny_config(vocab=vocab, context=context)
     target = tiny_module(config, seed=1, dtype=as_dtype)
     if draft == "same":
         draft_module = target
@@ -87,10 +105,11 @@ def tiny_pair(
         base = tiny_module(config, seed=1)
         draft_module = tiny_module(config, seed=7, dtype=as_dtype, noise_on=base, scale=0.05)
     else:
-        draft_module = tiny_module(tiny_config(layers=1, vocab=draft_vocab or vocab), seed=2, dtype=as_dtype)
+        draft_config = tiny_config(layers=1, vocab=draft_vocab or vocab)
+        draft_module = tiny_module(draft_config, seed=2, dtype=as_dtype)
     return Pair(
-        target=model_from_module(target, name="tiny target", dtype=dtype, context=context),
-        draft=model_from_module(draft_module, name="tiny draft", dtype=dtype, context=context),
+        target=tiny_model(target, config, name="tiny target", dtype=dtype, context=context),
+        draft=tiny_model(draft_module, draft_config, name="tiny draft", dtype=dtype, context=context),
         tokenizer=bare_tokenizer(vocab),
         runtime=start(),
         reason=None,

@@ -43,6 +43,7 @@ def chat(
     no_draft: bool,
     draft_k: DraftLength,
     dtype: str,
+    forward: str,
     system: str | None,
     chat_template_args: str | None,
     quiet: bool,
@@ -58,7 +59,7 @@ def chat(
     conversation = Conversation(system=system, template_args=parse_template_args(chat_template_args))
     if sys.stdin is None:
         raise UsageError("got no standard input, expected a terminal or lines of text")
-    pair = load_pair(model, draft_model, speculate=not no_draft, dtype=dtype)
+    pair = load_pair(model, draft_model, speculate=not no_draft, dtype=dtype, forward=forward)
     pair = unless_broken(pair, draft_k.on(pair.runtime.device))
     if not pair.tokenizer.has_chat_template:
         click.echo("warning: the checkpoint has no chat template; a plain User/Assistant one is used", err=True)

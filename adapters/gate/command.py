@@ -63,6 +63,7 @@ def checked(
     prompts_file: str | None = None,
     max_tokens: int = 128,
     dtype: str = "auto",
+    forward: str = "auto",
     fresh: bool = False,
 ) -> tuple["GateResult", dict[str, Any], bool]:
     """Find the verdict on file, or reach one and keep it.
@@ -75,6 +76,7 @@ def checked(
         prompts_file: None for the package's set, whose prompts are cut where they do not fit; those of a file are not.
         max_tokens: ids to generate a prompt.
         dtype: one of DTYPES.
+        forward: one of FORWARDS.
         fresh: whether to run in any case.
 
     Returns:
@@ -92,7 +94,7 @@ def checked(
     from posttrainllm.adapters.loading.pair import load_pair
 
     with _progress_bar() as advance:
-        pair = load_pair(model, draft_model, dtype=dtype)
+        pair = load_pair(model, draft_model, dtype=dtype, forward=forward)
         from posttrainllm.adapters.gate.cache import gate_key, read_result, trace_file, write_result
         from posttrainllm.adapters.gate.plan import plan
         from posttrainllm.adapters.gate.run import run_gate

@@ -29,6 +29,11 @@ class LlamaShape:
     norm_eps: float
     rope_frequencies: tuple[float, ...] = attrs.field(repr=False)
     """Radians a position for each of the D / 2 pairs (i, i + D / 2), any scaling applied."""
+    rope_base: float | None = None
+    """Where the frequencies are those of one base, rope_scale * rope_base**(-2 i / D); None of any other scaling."""
+    rope_scale: float = 1.0
+    family: str = "llama"
+    """mlx-lm's name of the architecture."""
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -64,6 +69,41 @@ class Linear:
             )
         return y if self.bias is None else y + self.bias
 
+    def rows(self, index: mx.array) -> mx.array:
+        """Rows of the matrix, as an embedding: int32 [...] to [..., in]; ids are checked by the caller."""
+        if self.scales is None:
+            return self.weight[index]
+        return mx.dequantize(
+            self.weight[index],
+            scales=self.scales[index],
+            biases=None if self.biases is None else self.biases[index],
+            group_size=self.group_size,
+            bits=self.bits,
+            mode=self.mode,
+        )
+
+    def part(self, start: int, stop: int) -> "Linear":
+        """The product with some rows of the matrix, [..., in] to [..., stop - start]; they are not copied."""
+
+        def rows(array: mx.array | None) -> mx.array | None:
+            return None if array is None else array[start:stop]
+
+        part = attrs.evolve(
+            self,
+            weight=self.weight[start:stop],
+            bias=rows(self.bias),
+            scales=rows(self.scales),
+            biases=rows(self.biases),
+        )
+        mx.eval(part.arrays)
+        return part
+
+    @property
+    def arrays(self) -> tuple[mx.array, ...]:
+        """All that it holds."""
+        found = (self.weight, self.bias, self.scales, self.biases)
+        return tuple(array for array in found if array is not None)
+
 
 @attrs.frozen(eq=False, kw_only=True)
 class LlamaLayer:
@@ -86,6 +126,16 @@ class LlamaLayer:
     down: Linear
     """[N, mlp]."""
 
+    @property
+    def arrays(self) -> tuple[mx.array, ...]:
+        """All that it holds."""
+        norms = (self.input_norm, self.query_norm, self.key_norm, self.mlp_norm)
+        products = (self.qkv, self.output, self.gate_up, self.down)
+        return (
+            *(norm for norm in norms if norm is not None),
+            *(array for product in products for array in product.arrays),
+        )
+
 
 @attrs.frozen(eq=False, kw_only=True)
 class LlamaWeights:
@@ -99,3 +149,15 @@ class LlamaWeights:
     """[N]."""
     head: Linear
     """[V, N]; the embedding itself where the model ties them."""
+
+    @property
+    def arrays(self) -> tuple[mx.array, ...]:
+        """All that it holds, a tied head once."""
+        head = () if self.head is self.embedding else self.head.arrays
+        layers = (array for layer in self.layers for array in layer.arrays)
+        return (*self.embedding.arrays, *layers, self.norm, *head)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(array.nbytes for array in self.arrays)

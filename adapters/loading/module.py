@@ -1,22 +1,23 @@
 """An mlx-lm module as a pure `Forward`."""
 
-import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import mlx.core as mx
-from mlx.nn.layers.base import Module
 from mlx.utils import tree_reduce
 
 from posttrainllm.adapters.loading.checkpoint import Checkpoint
-from posttrainllm.adapters.runtime import start
+from posttrainllm.adapters.loading.llama_config import lifted_rope
 from posttrainllm.kernel.cache import CacheView
 from posttrainllm.kernel.errors import CheckpointError, UnsupportedModelError
 from posttrainllm.kernel.forward import Forward
 from posttrainllm.kernel.pure_step import compile_prefill
 from posttrainllm.kernel.state import KVCache
+
+if TYPE_CHECKING:  # a model that needs no mlx-lm does not load MLX's layers either
+    from mlx.nn.layers.base import Module
 
 __all__ = ["Model", "load_module", "model_from_module", "module_forward"]
 
@@ -35,15 +36,20 @@ class Model:
     """(H, size of a key, size of a value) for every layer."""
     kv_dtype: mx.Dtype
     variant: str = "module"
-    """Which forward it is: "module" (mlx-lm's own) or "cpu_llama". Bits may differ between variants."""
+    """Which forward it is: "module" (mlx-lm's own) or one of variants.py. Bits may differ between them."""
     windows: tuple[int | None, ...] = ()
     """The sliding window of every layer, None for full attention."""
     family: str = "model"
     """mlx-lm's name of the architecture."""
-    module: Module | None = attrs.field(default=None, repr=False)
-    """mlx-lm's own, for its loops beside ours; None where the forward is none of its modules."""
+    module_loader: "Callable[[], Module] | None" = attrs.field(default=None, repr=False)
+    """Of `module`; None where mlx-lm has none."""
     weight_bytes: int = 0
     """Of all parameters as loaded."""
+
+    @property
+    def module(self) -> "Module | None":
+        """mlx-lm's own, for its loops beside ours, loaded when it is first asked for; None where there is none."""
+        return None if self.module_loader is None else self.module_loader()
 
     @property
     def label(self) -> str:
@@ -65,7 +71,7 @@ class Model:
         )
 
 
-def module_forward(module: Module, windows: Sequence[int | None]) -> Forward:
+def module_forward(module: "Module", windows: Sequence[int | None]) -> Forward:
     """Wrap a module whose layers take mlx-lm caches.
 
     Args:
@@ -88,7 +94,7 @@ def module_forward(module: Module, windows: Sequence[int | None]) -> Forward:
     return forward
 
 
-def load_module(checkpoint: Checkpoint, dtype: str) -> Module:
+def load_module(checkpoint: Checkpoint, dtype: str) -> "Module":
     """Build the architecture, read the weights and cast them.
 
     Args:
@@ -105,7 +111,7 @@ def load_module(checkpoint: Checkpoint, dtype: str) -> Module:
     from mlx_lm.utils import load_model  # pulls in transformers: seconds
 
     try:
-        module: Module = load_model(checkpoint.path, lazy=True)[0]
+        module: Module = load_model(checkpoint.path, lazy=True, model_config=lifted_rope(checkpoint.config))[0]
     except Exception as error:  # whatever an architecture makes of a config that it does not expect
         raise _translate(checkpoint.path, checkpoint.config, error) from None
     module.set_dtype(getattr(mx, dtype))
@@ -114,7 +120,7 @@ def load_module(checkpoint: Checkpoint, dtype: str) -> Module:
     return module
 
 
-def model_from_module(module: Module, *, name: str, dtype: str, context: int) -> Model:
+def model_from_module(module: "Module", *, name: str, dtype: str, context: int) -> Model:
     """Find the shapes of a module's cache and logits, and wrap it.
 
     Args:
@@ -132,15 +138,11 @@ def model_from_module(module: Module, *, name: str, dtype: str, context: int) ->
     """
     from mlx_lm.models.cache import make_prompt_cache
 
-    from posttrainllm.adapters.loading.cpu_llama import cpu_llama_forward  # pulls in mlx-lm
-
     caches: list[Any] = make_prompt_cache(module)
     windows = [_window(name, index, cache) for index, cache in enumerate(caches)]
     logits = module(mx.zeros((1, 1), dtype=mx.int32), cache=caches)  # lazy: only its shape is read
-    forward = cpu_llama_forward(module) if _vectorises() else None
     model = Model(
-        forward=forward or module_forward(module, windows),
-        variant="module" if forward is None else "cpu_llama",
+        forward=module_forward(module, windows),
         name=name,
         dtype=dtype,
         vocab_size=logits.shape[-1],
@@ -149,7 +151,7 @@ def model_from_module(module: Module, *, name: str, dtype: str, context: int) ->
         kv_dtype=caches[0].keys.dtype,
         windows=tuple(windows),
         family=type(module).__module__.rsplit(".", 1)[-1],
-        module=module,
+        module_loader=lambda: module,
         weight_bytes=tree_reduce(
             lambda total, array: total + array.nbytes,
             module.parameters(),  # type: ignore[no-untyped-call] # as MLX declares it
@@ -176,12 +178,6 @@ def _window(name: str, index: int, cache: Any) -> int | None:
     )
 
 
-def _vectorises() -> bool:
-    """Whether a forward of many small operations pays: fused by the C++ compiler, where MLX's own `exp` is scalar."""
-    runtime = start()
-    return runtime.device == "cpu" and runtime.compiled and platform.machine().lower() in ("x86_64", "amd64")
-
-
 class _GroupedView(CacheView):
     """For layers whose scores have an axis for the query heads of a key head: [B, H, G, W, C]."""
 
@@ -189,7 +185,7 @@ class _GroupedView(CacheView):
         return super().make_mask(width, return_array, window_size)[:, :, None]  # [B, 1, W, C] -> [B, 1, 1, W, C]
 
 
-def _view_class(module: Module) -> type[CacheView]:
+def _view_class(module: "Module") -> type[CacheView]:
     """Gemma-2 computes attention itself, and adds its mask to such scores."""
     from mlx_lm.models import gemma2
 

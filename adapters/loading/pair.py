@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import attrs
 
-from posttrainllm.adapters.loading.checkpoint import Checkpoint, read_checkpoint, readable
+from posttrainllm.adapters.loading.checkpoint import Checkpoint, read_checkpoint
 from posttrainllm.adapters.loading.hub import locate
 from posttrainllm.adapters.loading.pairing import check_pair, model_notes
 from posttrainllm.adapters.loading.tokenizer import Tokenizer, load_tokenizer
@@ -16,10 +16,11 @@ from posttrainllm.kernel.errors import CheckpointError, UsageError
 if TYPE_CHECKING:  # it imports MLX, and the BLAS must come first
     from posttrainllm.adapters.loading.module import Model
 
-__all__ = ["DTYPES", "Pair", "embedded_path", "load_pair"]
+__all__ = ["DTYPES", "FORWARDS", "Pair", "embedded_path", "load_pair"]
 
 _Compiled = TypeVar("_Compiled")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
+FORWARDS = ("auto", "module")
 _EMBEDDED_TARGET, _EMBEDDED_DRAFT = "target-16m", "draft-3m"
 
 
@@ -51,6 +52,12 @@ class Pair:
         return attrs.evolve(self, draft=None, reason=reason)
 
     @property
+    def forwards(self) -> str:
+        """Which forward computes each model, one line for `--verbose`."""
+        draft = "" if self.draft is None else f", draft {self.draft.variant}"
+        return f"forward: target {self.target.variant}{draft}"
+
+    @property
     def vocab_size(self) -> int:
         """Ids that may be emitted: the target's rows that the tokenizer knows."""
         return min(self.target.vocab_size, self.tokenizer.size)
@@ -69,6 +76,7 @@ def load_pair(
     *,
     speculate: bool = True,
     dtype: str = "auto",
+    forward: str = "auto",
 ) -> Pair:
     """Load what the arguments name.
 
@@ -80,6 +88,8 @@ def load_pair(
         speculate: False loads no draft.
         dtype: one of DTYPES, for both models. "auto" is each checkpoint's own, except on a CPU: float32 holds the same
             weights without loss and is faster there, given a real BLAS or quantised weights.
+        forward: one of FORWARDS, for both models. "auto" takes a forward of ours for models of the Llama shape,
+            "module" mlx-lm's module for all.
 
     Returns:
         The loaded pair.
@@ -91,6 +101,8 @@ def load_pair(
     """
     if dtype not in DTYPES:
         raise UsageError(f"dtype: got {dtype!r}, expected one of {', '.join(DTYPES)}")
+    if forward not in FORWARDS:
+        raise UsageError(f"forward: got {forward!r}, expected one of {', '.join(FORWARDS)}")
     for name, path in (("model", model), ("draft-model", draft_model)):
         if path is not None and (not isinstance(path, (str, Path)) or not str(path)):
             raise UsageError(f"--{name}: got {path!r}, expected the path of a directory or an id of the hub")
@@ -108,7 +120,7 @@ def load_pair(
     check_weights(checkpoints, dtypes)
     tokenizers = [load_tokenizer(checkpoint) for checkpoint in checkpoints]
     models = [
-        _load_model(checkpoint, str(name), dtype_of_it)
+        _load_model(checkpoint, str(name), dtype_of_it, forward)
         for checkpoint, name, dtype_of_it in zip(checkpoints, names, dtypes, strict=True)
     ]
     if draft_model is None:
@@ -128,12 +140,10 @@ def _resolve_dtype(dtype: str, checkpoint: Checkpoint, runtime: Runtime) -> str:
     return checkpoint.dtype
 
 
-def _load_model(checkpoint: Checkpoint, name: str, dtype: str) -> "Model":
-    from posttrainllm.adapters.loading.module import load_module, model_from_module
+def _load_model(checkpoint: Checkpoint, name: str, dtype: str, forward: str) -> "Model":
+    from posttrainllm.adapters.loading.variants import load_model
 
-    module = load_module(checkpoint, dtype)
-    with readable(checkpoint.path, "config.json describes no model that runs"):
-        model = model_from_module(module, name=name, dtype=dtype, context=checkpoint.context or 0)
+    model = load_model(checkpoint, name=name, dtype=dtype, forward=forward)
     if checkpoint.context is None:  # said last: of a model that keeps no keys and values it is not the news
         raise CheckpointError(f"{checkpoint.path}/config.json: max_position_embeddings is missing")
     return model

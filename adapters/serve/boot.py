@@ -43,6 +43,7 @@ class ServeOptions:
     speculate: bool
     draft_k: DraftLength
     dtype: str
+    forward: str
     accept_rule: AcceptRule
     slots: int
     max_context: int | None
@@ -76,7 +77,13 @@ def boot(options: ServeOptions) -> Served:
         GateError: --gate strict, and the verdict is not `identical`.
         PosttrainllmError: the models cannot be served.
     """
-    pair = load_pair(options.model, options.draft_model, speculate=options.speculate, dtype=options.dtype)
+    pair = load_pair(
+        options.model,
+        options.draft_model,
+        speculate=options.speculate,
+        dtype=options.dtype,
+        forward=options.forward,
+    )
     if options.gate == "strict" and pair.draft is None:
         raise UsageError("--gate strict: got no draft model, expected one: there is nothing to gate")
     context = _context(pair, options.max_context)
@@ -85,7 +92,7 @@ def boot(options: ServeOptions) -> Served:
     shape = Shape(rows=options.slots, capacity=capacity_for(context, width), draft_k=most)
     if options.draft_k.auto and pair.draft is not None:
         shape = attrs.evolve(shape, curves=_curves(pair, shape))
-    for note in pair.notes:
+    for note in (pair.forwards, *pair.notes):
         LOGGER.info("%s", note)
     if not pair.tokenizer.has_chat_template:
         LOGGER.info("the checkpoint has no chat template; a plain User/Assistant one is used")
@@ -115,7 +122,7 @@ def boot(options: ServeOptions) -> Served:
         full_gate=full_gate,
     )
     LOGGER.info("%s", scheduler.engine.forecast.description)
-    _warm_up(scheduler.engine)
+    _warm_up(scheduler.engine, coupled=options.accept_rule == "coupled")
     return Served(scheduler=scheduler, settings=_settings(options, pair, context, shape, fingerprints))
 
 
@@ -145,6 +152,7 @@ def _settings(
         **pair.runtime.versions,
         "device": [pair.runtime.device, pair.runtime.device_name, pair.runtime.blas, pair.runtime.compiled],
         "dtype": pair.target.dtype,
+        "forwards": pair.forwards,
         # with the costs that `auto` chooses K by: under `leviathan` K decides which ids are drawn
         "shape": attrs.asdict(shape),
     }
@@ -167,11 +175,11 @@ def _settings(
     )
 
 
-def _warm_up(engine: Engine) -> None:
+def _warm_up(engine: Engine, *, coupled: bool) -> None:
     """Trace and compile the steps that most requests take, before the first one waits for them."""
-    engine.warm_up()
+    engine.warm_up(coupled=coupled)
     for temperature in (0.0, 1.0):
-        request = RowRequest(prompt=(0, 0), limit=4, temperature=temperature, draft_k=engine.width - 1)
+        request = RowRequest(prompt=(0, 0), limit=4, temperature=temperature, coupled=coupled, draft_k=engine.width - 1)
         engine.insert(0, request)
         engine.step()
         engine.release(0)

@@ -1,0 +1,128 @@
+"""Which forward computes a model: the one place where it is chosen.
+
+A variant is a way to compute the same mathematics, and bits may differ between two of them, so its name is part of
+what a verdict of the gate and a trace hold for. `--forward module` takes mlx-lm's own module everywhere.
+"""
+
+import platform
+from collections.abc import Callable
+from functools import cache
+
+import attrs
+import mlx.core as mx
+
+from posttrainllm.adapters.loading.checkpoint import Checkpoint, readable
+from posttrainllm.adapters.loading.cpu_llama import cpu_llama_forward
+from posttrainllm.adapters.loading.cuda_llama import cuda_llama_forward, one_buffer, unsupported
+from posttrainllm.adapters.loading.fused_llama import fused_llama_forward
+from posttrainllm.adapters.loading.llama import LlamaShape, LlamaWeights
+from posttrainllm.adapters.loading.llama_reader import read_llama
+from posttrainllm.adapters.loading.module import Model, load_module, model_from_module
+from posttrainllm.adapters.loading.nvrtc import gpu
+from posttrainllm.adapters.runtime import LOGGER, Runtime, start
+from posttrainllm.adapters.user_cache import user_cache
+from posttrainllm.kernel.errors import BackendError
+from posttrainllm.kernel.forward import Forward
+
+__all__ = ["load_model", "model_from_weights"]
+
+
+def _a_head_each(shape: LlamaShape) -> tuple[tuple[int, int, int], ...]:
+    """Keys and values [B, H, C, D] in every layer."""
+    return ((shape.kv_heads, shape.head_size, shape.head_size),) * shape.layers
+
+
+@attrs.frozen(kw_only=True)
+class _Variant:
+    """A forward of ours and where it is taken."""
+
+    name: str
+    forward: Callable[[LlamaWeights, Runtime], Forward | None]
+    """None where it cannot run this model on this machine."""
+    kv_shapes: Callable[[LlamaShape], tuple[tuple[int, int, int], ...]] = _a_head_each
+
+
+def _cpu(weights: LlamaWeights, runtime: Runtime) -> Forward | None:
+    """Many small operations, fused by the C++ compiler: it pays where MLX's own `exp` is scalar."""
+    on_x86 = platform.machine().lower() in ("x86_64", "amd64")
+    return cpu_llama_forward(weights) if runtime.device == "cpu" and runtime.compiled and on_x86 else None
+
+
+def _cuda(weights: LlamaWeights, runtime: Runtime) -> Forward | None:
+    if runtime.device != "gpu" or not mx.cuda.is_available():
+        return None
+    device = gpu()
+    if device is None or unsupported(weights, device) is not None:
+        return None
+    try:
+        return cuda_llama_forward(weights, device, user_cache("kernels"))
+    except BackendError as error:
+        LOGGER.warning("%s; MLX's own operations are used, and are slower", error)
+        return None
+
+
+# the first that fits is taken
+_VARIANTS = (
+    _Variant(name="cpu", forward=_cpu),
+    _Variant(name="cuda", forward=_cuda, kv_shapes=one_buffer),
+    _Variant(name="fused", forward=lambda weights, runtime: fused_llama_forward(weights)),
+)
+
+
+def load_model(checkpoint: Checkpoint, *, name: str, dtype: str, forward: str = "auto") -> Model:
+    """Load a checkpoint and choose its forward.
+
+    Args:
+        checkpoint: a checked directory.
+        name: for messages, and to find the directory again.
+        dtype: "float32", "float16" or "bfloat16".
+        forward: "auto" takes a forward of ours where the model is of the Llama shape, "module" mlx-lm's module.
+
+    Returns:
+        The model, its weights in memory.
+
+    Raises:
+        CheckpointError: weights and config do not fit.
+        UnsupportedModelError: nothing here can run the architecture.
+    """
+    context = checkpoint.context or 0
+    if forward == "auto":
+        with readable(checkpoint.path, "its weights cannot be read"):
+            weights = read_llama(checkpoint, dtype)
+        if weights is not None:
+            model = model_from_weights(weights, name=name, dtype=dtype, context=context)
+            return attrs.evolve(model, module_loader=cache(lambda: load_module(checkpoint, dtype)))
+    module = load_module(checkpoint, dtype)
+    with readable(checkpoint.path, "config.json describes no model that runs"):
+        return model_from_module(module, name=name, dtype=dtype, context=context)
+
+
+def model_from_weights(weights: LlamaWeights, *, name: str, dtype: str, context: int) -> Model:
+    """Take the first forward of ours that fits this machine.
+
+    Args:
+        weights: of a model of the Llama shape.
+        name: for messages.
+        dtype: of the weights.
+        context: positions it was made for.
+
+    Returns:
+        The model.
+    """
+    runtime = start()
+    chosen, forward = next(
+        (variant, made) for variant in _VARIANTS if (made := variant.forward(weights, runtime)) is not None
+    )
+    return Model(
+        forward=forward,
+        variant=chosen.name,
+        name=name,
+        dtype=dtype,
+        vocab_size=weights.shape.vocab_size,
+        context=context,
+        kv_shapes=chosen.kv_shapes(weights.shape),
+        kv_dtype=getattr(mx, dtype),
+        windows=(None,) * weights.shape.layers,
+        family=weights.shape.family,
+        weight_bytes=weights.nbytes,
+    )

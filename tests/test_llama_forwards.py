@@ -1,0 +1,124 @@
+"""Forwards of our own for Llama-shaped models: mlx-lm's mathematics, in fewer operations."""
+
+import platform
+
+import attrs
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx import nn
+from mlx_lm.utils import _get_classes
+from support import fused_weights, random_weights, tiny_config, tiny_module
+
+from posttrainllm.adapters.loading import variants
+from posttrainllm.adapters.loading.cpu_llama import cpu_llama_forward
+from posttrainllm.adapters.loading.fused_llama import fused_llama_forward
+from posttrainllm.adapters.loading.module import model_from_module
+from posttrainllm.adapters.loading.variants import model_from_weights
+
+IDS = mx.array([[5, 6, 7, 8, 9, 10], [11, 12, 13, 14, 15, 16]], dtype=mx.int32)
+FORWARDS = {"cpu": cpu_llama_forward, "fused": fused_llama_forward}
+MODELS = {
+    "llama": {},
+    "as many kv heads": {"num_key_value_heads": 4},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "untied": {"tie_word_embeddings": False},
+    "linear rope": {"rope_scaling": {"rope_type": "linear", "factor": 4.0}, "rope_theta": 1e6},
+    "llama3 rope": {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 32}},
+    "larger heads": {"head_dim": 32},
+    "qwen2": {"model_type": "qwen2"},
+    "qwen3": {"model_type": "qwen3", "head_dim": 32},
+    "4-bit": {},
+    "4-bit qwen2": {"model_type": "qwen2"},
+}
+
+
+def module_of(name, dtype):
+    """A random module and its config; norms are random, too: with ones the order of rotating and scaling is free."""
+    config = tiny_config() | MODELS[name]
+    model_class, args_class = _get_classes(config)
+    module = model_class(args_class.from_dict(config))
+    random_weights(module, seed=3, dtype=getattr(mx, dtype))
+    generator = np.random.default_rng(4)
+    for layer in module.layers:
+        for norm in (layer.input_layernorm, layer.post_attention_layernorm, *_head_norms(layer.self_attn)):
+            norm.weight = mx.array(generator.uniform(0.5, 1.5, norm.weight.shape)).astype(norm.weight.dtype)
+    if name.startswith("4-bit"):
+        nn.quantize(module, group_size=32, bits=4)
+        config["quantization"] = {"group_size": 32, "bits": 4}
+    return module, config
+
+
+def _head_norms(attention):
+    return (attention.q_norm, attention.k_norm) if "q_norm" in attention else ()
+
+
+def last_logits(forward, kv):
+    """Two prefilled rows at different positions, a window whose tail is rejected, and the window that overwrites it."""
+    start = mx.array([0, 0], dtype=mx.int32)
+    _, kv = forward(IDS[:, :4], kv, start)
+    at = mx.array([4, 3], dtype=mx.int32)
+    _, kv = forward(mx.array([[99, 98], [97, 96]], dtype=mx.int32), kv, at)
+    logits, kv = forward(IDS[:, 4:], kv, at)
+    return logits.astype(mx.float32), kv
+
+
+@pytest.mark.parametrize("variant", FORWARDS)
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("float16", 1e-2), ("bfloat16", 5e-2)])
+def test_a_forward_agrees_with_the_module_to_rounding(variant, name, dtype, tolerance):
+    module, config = module_of(name, dtype)
+    model = model_from_module(module, name="tiny", dtype=dtype, context=512)
+    weights = fused_weights(module, config, dtype)
+    ours, our_kv = last_logits(FORWARDS[variant](weights), model.make_kv(2, 64))
+    theirs, their_kv = last_logits(model.forward, model.make_kv(2, 64))
+    assert mx.max(mx.abs(ours - theirs)) < tolerance * mx.max(mx.abs(theirs))
+    for one, other in zip(our_kv, their_kv, strict=True):
+        for array, expected in zip(one, other, strict=True):
+            assert array.dtype == expected.dtype
+            assert mx.max(mx.abs(array - expected)) <= tolerance * mx.max(mx.abs(expected))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_of_ours_has_the_shapes_of_the_modules(name):
+    module, config = module_of(name, "float32")
+    theirs = model_from_module(module, name="tiny", dtype="float32", context=512)
+    ours = model_from_weights(fused_weights(module, config), name="tiny", dtype="float32", context=512)
+    for field in ("vocab_size", "kv_shapes", "kv_dtype", "windows", "family", "weight_bytes"):
+        assert getattr(ours, field) == getattr(theirs, field), field
+    assert ours.variant != theirs.variant == "module"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("variant", FORWARDS)
+def test_what_stands_in_masked_slots_changes_no_bit(variant, dtype):
+    """Stale entries are finite but arbitrary: here keys that would win every maximum and huge values."""
+    config = tiny_config()
+    weights = fused_weights(tiny_module(config, seed=3, dtype=getattr(mx, dtype)), config, dtype)
+    model = model_from_weights(weights, name="tiny", dtype=dtype, context=512)
+    forward, position = FORWARDS[variant](weights), mx.array([3, 0], dtype=mx.int32)
+    clean = model.make_kv(2, 64)
+    slot = mx.arange(64)[None, None, :, None]
+    stale = tuple(
+        (mx.where(slot >= 3, 1e4, keys).astype(keys.dtype), mx.where(slot >= 3, 1e37, values).astype(values.dtype))
+        for keys, values in clean
+    )
+    window = IDS[:, 3:]
+    assert mx.array_equal(forward(window, clean, position)[0], forward(window, stale, position)[0])
+
+
+@pytest.mark.parametrize(
+    ("changes", "machine", "variant"),
+    [
+        ({"device": "cpu", "compiled": True}, "x86_64", "cpu"),
+        ({"device": "cpu", "compiled": False}, "x86_64", "fused"),
+        ({"device": "cpu", "compiled": True}, "arm64", "fused"),
+    ],
+)
+def test_the_cpus_own_is_taken_where_it_was_measured_to_pay(changes, machine, variant, runtime, monkeypatch):
+    """Operation by operation it is slower than the others, and other processors have a vectorised `exp`."""
+    monkeypatch.setattr(variants, "start", lambda: attrs.evolve(runtime, **changes))
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    config = tiny_config()
+    weights = fused_weights(tiny_module(config, seed=1), config)
+    assert model_from_weights(weights, name="tiny", dtype="float32", context=512).variant == variant

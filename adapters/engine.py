@@ -18,20 +18,21 @@ from posttrainllm.adapters.rows import (
     RowPlace,
     RowRequest,
     RowStep,
+    needed_rules,
     read_rows,
     sampling_of,
     smallest_mode,
     wanted_logprobs,
 )
 from posttrainllm.kernel.cache import insert_request, insert_row
-from posttrainllm.kernel.config import Mode, StepConfig
+from posttrainllm.kernel.config import Mode, Rules, StepConfig
 from posttrainllm.kernel.draft import Draft
 from posttrainllm.kernel.errors import CapacityError
-from posttrainllm.kernel.forward import Forward
+from posttrainllm.kernel.forward import BoundedForward, Forward, bounded
 from posttrainllm.kernel.pure_step import Prefill, Step, compile_prefill, compile_step
 from posttrainllm.kernel.state import DecodeState, StepOutput
 
-__all__ = ["Engine", "capacity_for", "draft_width"]
+__all__ = ["Engine", "capacity_for", "draft_width", "live_slots"]
 
 # A second step in flight hides the host's work behind the device's. It also shows every token one step later and is in
 # vain at the end, so steps that are long beside the host's work (about 1 ms) go one at a time.
@@ -44,9 +45,20 @@ def capacity_for(length: int, width: int) -> int:
     return -(-(length + width) // _BUCKET) * _BUCKET
 
 
-def draft_width(device: str, mode: Mode) -> int:
+def live_slots(length: int, capacity: int) -> int | None:
+    """Slots that a step has to look at: 256 times the least power of two that holds `length`; None for all C of them.
+
+    Few buckets, since each is a trace of its own.
+    """
+    live = _BUCKET
+    while live < length:
+        live *= 2
+    return live if live < capacity else None
+
+
+def draft_width(device: str) -> int:
     """Tokens that the draft is fed a forward, after its first: a row costs time on a CPU, and hardly any on a GPU."""
-    return 1 if device == "cpu" and mode == "greedy" else 2
+    return 1 if device == "cpu" else 2
 
 
 class Engine:
@@ -88,6 +100,7 @@ class Engine:
         self.diagnostics = diagnostics
         self.chunk = chunk or prefill_chunk(pair.runtime.device)
         self._depth = 0
+        self._bounded = isinstance(pair.target.forward, BoundedForward)
         self._models = [pair.target] if pair.draft is None else [pair.target, pair.draft]
         self.forecast = Forecast(
             weights=tuple(model.weight_bytes for model in self._models),
@@ -213,6 +226,8 @@ class Engine:
             smallest_mode(self._requests),
             adjusted=any(request is not None and request.adjusted for request in self._requests),
             logprobs=bool(wanted_logprobs(self._requests)),
+            rules=needed_rules(self._requests),
+            live=self._live(),
         )
         step = self.step_for(config)
         # nothing may hold the old state while the new one is evaluated, or its buffers are copied
@@ -222,17 +237,34 @@ class Engine:
         mx.async_eval(self._state.to_tree(), output.to_tree())  # type: ignore[no-untyped-call] # as MLX declares it
         self._in_flight.append((tuple(self._epochs), config, self._state.key, output))
 
-    def config_for(self, mode: Mode, *, adjusted: bool = False, logprobs: bool = False) -> StepConfig:
+    def config_for(
+        self,
+        mode: Mode,
+        *,
+        adjusted: bool = False,
+        logprobs: bool = False,
+        rules: Rules = "both",
+        live: int | None = None,
+    ) -> StepConfig:
         """Static shape of this engine's steps in a mode."""
         return StepConfig(
             width=self.width,
             vocab_size=self._vocab_size,
             mode=mode,
-            narrow_draft=draft_width(self.pair.runtime.device, mode) == 1,
+            rules=rules,
+            live=live,
+            narrow_draft=draft_width(self.pair.runtime.device) == 1,
             diagnostics=self.diagnostics,
             adjusted=adjusted,
             logprobs=logprobs,
         )
+
+    def _live(self) -> int | None:
+        """The bucket of the longest row, as far as it may have grown in the steps in flight and grows in the next."""
+        if not self._bounded:
+            return None
+        lengths = [place.length for row, place in self._places.items() if self._requests[row] is not None]
+        return live_slots(max(lengths, default=0) + self.width * (len(self._in_flight) + 1), self.capacity)
 
     def step_for(self, config: StepConfig) -> Step:
         """The compiled step of a configuration, on this engine's models."""
@@ -249,10 +281,12 @@ class Engine:
         draft = Draft(forward=model.forward, vocab_size=model.vocab_size, context=model.context)
         return self.pair.target.forward, draft
 
-    def _prefill_for(self, index: int) -> Prefill:
-        forward = self._models[index].forward
+    def _prefill_for(self, index: int, length: int) -> Prefill:
+        live = live_slots(length, self.capacity)
+        forward = bounded(self._models[index].forward, live)
+        live = live if forward is not self._models[index].forward else None
         return self.pair.once(
-            ("prefill", index, self._compiled), lambda: compile_prefill(forward, compiled=self._compiled)
+            ("prefill", index, live, self._compiled), lambda: compile_prefill(forward, compiled=self._compiled)
         )
 
     def _take(self) -> DecodeState:

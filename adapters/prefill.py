@@ -25,7 +25,7 @@ class PromptPrefill:
     Args:
         request: checked by whoever asks.
         models: the target and, where there is one, the draft.
-        prefill_for: the compiled prefill of the model with that index.
+        prefill_for: the compiled prefill of the model with that index, for a chunk that ends at that length.
         capacity: C.
         chunk: P.
     """
@@ -34,7 +34,7 @@ class PromptPrefill:
         self,
         request: RowRequest,
         models: Sequence[Model],
-        prefill_for: Callable[[int], Prefill],
+        prefill_for: Callable[[int, int], Prefill],
         *,
         capacity: int,
         chunk: int,
@@ -82,6 +82,7 @@ class PromptPrefill:
         chunk[:, : known.shape[1]] = np.minimum(known, last_id)
         # nothing may hold the old cache while the new one is evaluated, or its buffers are copied
         kv, self._caches[index] = self._caches[index], ()
-        kv = self._prefill_for(index)(mx.array(chunk), kv, mx.array([start], dtype=mx.int32))
+        prefill = self._prefill_for(index, start + self._chunk)
+        kv = prefill(mx.array(chunk), kv, mx.array([start], dtype=mx.int32))
         mx.eval(kv)
         self._caches[index] = kv

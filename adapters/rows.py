@@ -11,13 +11,14 @@ import numpy.typing as npt
 from posttrainllm.adapters.checks import check_ids
 from posttrainllm.adapters.logprobs import read_logprobs
 from posttrainllm.adapters.result import TokenLogprobs
-from posttrainllm.kernel.config import Mode, StepConfig
+from posttrainllm.kernel.config import Mode, Rules, StepConfig
 from posttrainllm.kernel.state import Sampling, StepOutput
 
 __all__ = [
     "RowPlace",
     "RowRequest",
     "RowStep",
+    "needed_rules",
     "read_rows",
     "sampling_of",
     "smallest_mode",
@@ -106,6 +107,14 @@ def smallest_mode(requests: Sequence[RowRequest | None]) -> Mode:
     if "filtered" in modes:
         return "filtered"
     return "sampled" if "sampled" in modes else "greedy"
+
+
+def needed_rules(requests: Sequence[RowRequest | None]) -> Rules:
+    """The accept rules that rows at a temperature have; a greedy row serves under any."""
+    coupled = {request.coupled for request in requests if request is not None and request.temperature > 0}
+    if len(coupled) != 1:
+        return "both"
+    return "coupled" if coupled.pop() else "leviathan"
 
 
 def wanted_logprobs(requests: Sequence[RowRequest | None]) -> dict[int, int]:

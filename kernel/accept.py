@@ -10,6 +10,8 @@ the first refusal the id is drawn from max(p - q, 0), normalised (Leviathan et a
 
 import mlx.core as mx
 
+from posttrainllm.kernel.constants import indices
+
 __all__ = ["coupled_accepts", "leviathan_accepts", "prefix_length", "residual_choice"]
 
 
@@ -56,7 +58,7 @@ def prefix_length(accepts: mx.array, num_proposed: mx.array) -> mx.array:
     Returns:
         int32 [B].
     """
-    exists = mx.arange(accepts.shape[1])[None] < num_proposed[:, None]  # [B, K]
+    exists = indices(accepts.shape[1])[None] < num_proposed[:, None]  # [B, K]
     return mx.sum(mx.cumprod((accepts & exists).astype(mx.int32), axis=1), axis=1)
 
 

@@ -1,4 +1,4 @@
-"""The key/value cache: the only write, the mask, and the view that models see.
+"""The key/value cache: the only writes, the mask, and the view that models see.
 
 Capacity is static and masks go by absolute position, so a token's logits are a function of its own history and of the
 shapes. Slot C - 1 is scratch: no mask admits it, and every write that would fall outside lands there.
@@ -6,16 +6,22 @@ shapes. Slot C - 1 is scratch: no mask admits it, and every write that would fal
 
 import mlx.core as mx
 
+from posttrainllm.kernel.constants import indices
 from posttrainllm.kernel.state import DecodeState, KVCache
 
-__all__ = ["CacheView", "attention_mask", "insert_request", "insert_row", "write_at"]
+__all__ = [
+    "CacheView",
+    "attention_mask",
+    "insert_request",
+    "insert_row",
+    "window_slots",
+    "write_at",
+    "write_slots",
+]
 
 
 def write_at(buffer: mx.array, values: mx.array, position: mx.array) -> mx.array:
     """Write a window of every row at its own position; what is out of range is dropped.
-
-    Each index is clamped on its own. Clamping the start of the block instead would shift the whole window over valid
-    entries. MLX checks no index of a scatter, so nothing else may write here.
 
     Args:
         buffer: [B, H, C, D].
@@ -25,11 +31,39 @@ def write_at(buffer: mx.array, values: mx.array, position: mx.array) -> mx.array
     Returns:
         [B, H, C, D].
     """
-    batch, heads, capacity, size = buffer.shape
-    width = values.shape[2]
-    index = mx.minimum(position[:, None] + mx.arange(width), capacity - 1)  # [B, W]
-    index = mx.broadcast_to(index[:, None, :, None], (batch, heads, width, size))  # [B, W] -> [B, H, W, D]
-    return mx.put_along_axis(buffer, index, values.astype(buffer.dtype), axis=2)
+    return write_slots(buffer, values, window_slots(position, values.shape, buffer.shape[2]))
+
+
+def window_slots(position: mx.array, shape: tuple[int, ...], capacity: int) -> mx.array:
+    """Where a window's entries go, for `write_slots`: made once where several layers write the same window.
+
+    Each index is clamped on its own. Clamping the start of the block instead would shift the whole window over valid
+    entries.
+
+    Args:
+        position: int32 [B], absolute position of each window's first entry, 0 or more.
+        shape: B, H, W, D of what is written.
+        capacity: C.
+
+    Returns:
+        int32 [B, H, W, D]; out of range becomes C - 1.
+    """
+    index = mx.minimum(position[:, None] + indices(shape[2]), capacity - 1)  # [B, W]
+    return mx.broadcast_to(index[:, None, :, None], shape)  # [B, W] -> [B, H, W, D]
+
+
+def write_slots(buffer: mx.array, values: mx.array, slots: mx.array) -> mx.array:
+    """Write a window into the slots that `window_slots` gave; MLX checks no index of a scatter, so no others may be.
+
+    Args:
+        buffer: [B, H, C, D].
+        values: [B, H, W, D], of the buffer's dtype.
+        slots: int32 [B, H, W, D].
+
+    Returns:
+        [B, H, C, D].
+    """
+    return mx.put_along_axis(buffer, slots, values.astype(buffer.dtype), axis=2)
 
 
 def attention_mask(position: mx.array, width: int, capacity: int, window: int | None = None) -> mx.array:
@@ -44,8 +78,8 @@ def attention_mask(position: mx.array, width: int, capacity: int, window: int | 
     Returns:
         bool [B, 1, W, C], True where the slot is admitted.
     """
-    query = (position[:, None] + mx.arange(width))[:, None, :, None]  # [B, W] -> [B, 1, W, 1]
-    slot = mx.arange(capacity)[None, None, None, :]  # [1, 1, 1, C]
+    query = (position[:, None] + indices(width))[:, None, :, None]  # [B, W] -> [B, 1, W, 1]
+    slot = indices(capacity)[None, None, None, :]  # [1, 1, 1, C]
     admitted = (slot <= query) & (slot < capacity - 1)
     if window is not None:
         admitted = admitted & (slot > query - window)
@@ -99,7 +133,7 @@ def insert_row(buffers: mx.array, row: mx.array, index: int) -> mx.array:
     """
     if buffers.shape[0] == 1:
         return row
-    chosen = (mx.arange(buffers.shape[0]) == index).reshape(-1, *([1] * (buffers.ndim - 1)))  # [B] -> [B, 1, ...]
+    chosen = (indices(buffers.shape[0]) == index).reshape(-1, *([1] * (buffers.ndim - 1)))  # [B] -> [B, 1, ...]
     return mx.where(chosen, row, buffers)
 
 

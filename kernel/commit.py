@@ -3,6 +3,7 @@
 import mlx.core as mx
 
 from posttrainllm.kernel.config import StepConfig
+from posttrainllm.kernel.constants import indices
 from posttrainllm.kernel.logprobs import token_logprobs
 from posttrainllm.kernel.state import DecodeState, KVCache, StepOutput
 
@@ -37,13 +38,13 @@ def commit(
     Returns:
         The next state and what was emitted.
     """
-    column = mx.arange(config.width)[None]  # [1, W]
+    column = indices(config.width)[None]  # [1, W]
     used = column <= accepted[:, None]  # [B, W]
     finite = mx.all(mx.all(mx.isfinite(logits), axis=-1) | ~used, axis=1)  # [B, W, V] -> [B]
     remaining = mx.maximum(state.limit - state.length, 0)
     finite = finite | (remaining == 0)
     emitted = mx.where(finite, mx.minimum(accepted + 1, remaining), 0)
-    offset = mx.arange(state.tokens.shape[1])[None] - state.length[:, None]  # [B, C]
+    offset = indices(state.tokens.shape[1])[None] - state.length[:, None]  # [B, C]
     source = mx.take_along_axis(tokens, mx.clip(offset, 0, config.width - 1), axis=1)  # [B, W] -> [B, C]
     committed = mx.where((offset >= 0) & (offset < emitted[:, None]), source, state.tokens)
     batch = tokens.shape[0]
@@ -78,5 +79,5 @@ def commit(
 def _margin(logits: mx.array) -> mx.array:
     """Best logit minus second best, [B, W, V] to [B, W]."""
     best = mx.argmax(logits, axis=-1, keepdims=True)
-    others = mx.where(mx.arange(logits.shape[-1]) == best, -mx.inf, logits)
+    others = mx.where(indices(logits.shape[-1]) == best, -mx.inf, logits)
     return mx.max(logits, axis=-1) - mx.max(others, axis=-1)

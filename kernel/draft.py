@@ -11,6 +11,7 @@ import mlx.core as mx
 from posttrainllm.kernel import noise
 from posttrainllm.kernel.adjust import History, adjust
 from posttrainllm.kernel.config import StepConfig
+from posttrainllm.kernel.constants import indices
 from posttrainllm.kernel.forward import Forward
 from posttrainllm.kernel.sampling import choose, warp
 from posttrainllm.kernel.state import DecodeState, KVCache, Sampling
@@ -48,6 +49,8 @@ def propose(
     state: DecodeState,
     sampling: Sampling,
     history: History | None,
+    *,
+    target_noise: mx.array | None = None,
     recorded: mx.array | None = None,
 ) -> Proposal:
     """Draw K ids a row from the draft, one after the other.
@@ -61,16 +64,22 @@ def propose(
         state: B rows, `draft_kv` valid for positions [0, length - 2).
         sampling: B rows; the same adjustments and warps apply to draft and target.
         history: of the committed ids, from `history_of`; None where the step adjusts nothing.
+        target_noise: float32 [B, W, V], what the target draws with, which rows of the coupled rule share; None where it
+            is not at hand.
         recorded: int32 [B, K], proposals of an earlier run, to be fed in place of what the draft draws now.
 
     Returns:
         The proposals and the draft's cache, valid up to the last proposal but one.
     """
-    own_noise = _noise(config, state, sampling)
+    own_noise: mx.array | None
+    if config.rules == "coupled" and target_noise is not None:
+        own_noise = target_noise[:, : config.width - 1]  # [B, W, V] -> [B, K, V]
+    else:
+        own_noise = _noise(config, state, sampling)
     kv, warped, tokens, finite = state.draft_kv, [], [], []
     length = mx.maximum(state.length, 1)  # a row that was never filled is fed like one of one token
     start = mx.maximum(length - 2, 0)
-    columns = mx.minimum(start[:, None] + mx.arange(2), state.tokens.shape[1] - 1)
+    columns = mx.minimum(start[:, None] + indices(2), state.tokens.shape[1] - 1)
     window = mx.take_along_axis(state.tokens, columns, axis=1)  # [B, 2]
     # a one-token prompt starts at 0 and reads its first column, every other the second
     column = (length - 1 - start)[:, None]  # [B, 1]
@@ -105,7 +114,7 @@ def _noise(config: StepConfig, state: DecodeState, sampling: Sampling) -> mx.arr
     """float32 [B, K, V]: the target's noise for a coupled row, the draft's own for another."""
     if config.mode == "greedy":
         return None
-    positions = state.length[:, None] + mx.arange(config.width - 1)  # [B, K]
+    positions = state.length[:, None] + indices(config.width - 1)  # [B, K]
     purpose = mx.where(sampling.coupled, noise.TARGET, noise.DRAFT).astype(mx.uint32)
     return noise.gumbel(noise.position_keys(state.key, positions, purpose), config.vocab_size)
 

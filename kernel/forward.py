@@ -1,12 +1,12 @@
 """What the step asks of a model."""
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import mlx.core as mx
 
 from posttrainllm.kernel.state import KVCache
 
-__all__ = ["Forward"]
+__all__ = ["BoundedForward", "Forward", "bounded"]
 
 
 class Forward(Protocol):
@@ -27,3 +27,32 @@ class Forward(Protocol):
             logits [B, W, V] and the cache with the window written at `position`.
         """
         ...
+
+
+@runtime_checkable
+class BoundedForward(Forward, Protocol):
+    """A forward that can leave the cache's end out of its attention without changing a bit."""
+
+    def within(self, live: int) -> Forward:
+        """The same forward for windows that end in the first `live` slots.
+
+        Args:
+            live: L, at most C - 1; position + W may not be more in a row whose output is read.
+
+        Returns:
+            The forward, which looks at no slot behind them.
+        """
+        ...
+
+
+def bounded(forward: Forward, live: int | None) -> Forward:
+    """The cheapest forward for windows that end in the first `live` slots.
+
+    Args:
+        forward: any.
+        live: None where that is not known.
+
+    Returns:
+        The forward itself where it cannot be bounded.
+    """
+    return forward.within(live) if live is not None and isinstance(forward, BoundedForward) else forward

@@ -74,7 +74,8 @@ def gumbel_from_uniform(values: mx.array) -> mx.array:
     """Turn uniform values v into -log(-log(1 - v)).
 
     Not -log(-log(v)): the large values decide every argmax, and they must come from v near 0, where float32 is
-    fine-grained. Near 1 its steps of 2**-24 would cut the tail off at 16.6.
+    fine-grained. Near 1 its steps of 2**-24 would cut the tail off at 16.6. The inner logarithm is Kahan's log1p:
+    that of the rounded 1 - v, corrected by what the rounding lost. MLX's own takes three times as long on a CPU.
 
     Args:
         values: float32, in [0, 1 - 2**-24].
@@ -83,7 +84,10 @@ def gumbel_from_uniform(values: mx.array) -> mx.array:
         float32 of the same shape, finite.
     """
     shifted = values + 2**-33  # half a step of the generator: at 0 the noise would be infinite
-    return -mx.log(-mx.log1p(-shifted))
+    rest = 1 - shifted
+    lost = shifted / mx.maximum(1 - rest, 2**-25)  # 1 - rest is exact, and 0 where rest is 1
+    exponential = mx.where(rest < 1, -mx.log(rest) * lost, shifted)
+    return -mx.log(exponential)
 
 
 def uniform(keys: mx.array) -> mx.array:

@@ -10,14 +10,16 @@ from step to step is an array.
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
+import attrs
 import mlx.core as mx
 
 from posttrainllm.kernel import accept, noise
 from posttrainllm.kernel.adjust import adjust, history_of
 from posttrainllm.kernel.commit import commit
 from posttrainllm.kernel.config import StepConfig
-from posttrainllm.kernel.draft import Draft, propose
-from posttrainllm.kernel.forward import Forward
+from posttrainllm.kernel.constants import indices
+from posttrainllm.kernel.draft import Draft, Proposal, propose
+from posttrainllm.kernel.forward import Forward, bounded
 from posttrainllm.kernel.logprobs import token_logprobs
 from posttrainllm.kernel.refill import refill_step
 from posttrainllm.kernel.sampling import choose, warp
@@ -61,34 +63,24 @@ def speculative_step(
     Returns:
         The next state and what was emitted.
     """
-    target_noise = _target_noise(config, state)  # [B, W, V]
+    # under leviathan alone the target draws once a step, where the last accepted proposal ends
+    shared_noise = None if config.rules == "leviathan" else _target_noise(config, state.key, _positions(config, state))
     history = history_of(config, state, sampling)
-    proposal = propose(config, draft, state, sampling, history)
+    proposal = propose(config, draft, state, sampling, history, target_noise=shared_noise)
     window = mx.concatenate([_last_token(state), proposal.tokens], axis=1)  # [B, 1], [B, K] -> [B, W]
     logits, target_kv = _score(config, target, state, window)
     adjusted = adjust(logits, sampling, None if history is None else history.through(proposal.tokens))
     warped = warp(adjusted, sampling, filters=config.filters)
-    choice = choose(warped, sampling, target_noise)  # [B, W]
+    choice = choose(warped, sampling, shared_noise)  # [B, W]
     accepts = accept.coupled_accepts(proposal.tokens, choice)
-    if target_noise is None:
+    if config.mode == "greedy" or config.rules == "coupled":
         accepted = accept.prefix_length(accepts, proposal.count)
         replacement = _at(choice, accepted)
     else:
-        by_ratio = (~sampling.coupled & (sampling.temperature > 0))[:, None]  # [B, 1]
-        target_probs = mx.softmax(warped, axis=-1)
-        draft_probs = mx.softmax(proposal.warped, axis=-1)
-        positions = state.length[:, None] + mx.arange(config.width - 1)  # [B, K]
-        uniforms = noise.uniform(noise.position_keys(state.key, positions, noise.ACCEPT))
-        ratio_accepts = accept.leviathan_accepts(proposal.tokens, target_probs[:, :-1], draft_probs, uniforms)
-        accepts = mx.where(by_ratio, ratio_accepts, accepts)
-        accepted = accept.prefix_length(accepts, proposal.count)
-        refused = mx.minimum(accepted, config.width - 2)  # index of the refused proposal, where there is one
-        residual = accept.residual_choice(
-            _at(target_probs, accepted), _at(draft_probs, refused), _at(target_noise, accepted)
+        accepted, replacement = _judge_by_ratio(
+            config, state, sampling, proposal, warped, shared_noise, choice, accepts
         )
-        from_residual = by_ratio[:, 0] & (accepted < proposal.count)
-        replacement = mx.where(from_residual, residual, _at(choice, accepted))
-    column = mx.arange(config.width)[None]  # [1, W]
+    column = indices(config.width)[None]  # [1, W]
     padded = mx.concatenate([proposal.tokens, proposal.tokens[:, :1]], axis=1)  # [B, K] -> [B, W]
     tokens = mx.where(column < accepted[:, None], padded, replacement[:, None])
     return commit(config, state, tokens, accepted, proposal.count, proposal.tokens, logits, target_kv, proposal.kv)
@@ -114,7 +106,7 @@ def plain_step(
     filler = mx.zeros((batch, config.width - 1), dtype=mx.int32)
     window = mx.concatenate([_last_token(state), filler], axis=1)  # [B, 1], [B, W-1] -> [B, W]
     logits, target_kv = _score(config, target, state, window)
-    first_noise = _target_noise(config, state, count=1)
+    first_noise = _target_noise(config, state.key, state.length[:, None])
     adjusted = adjust(logits[:, :1], sampling, history_of(config, state, sampling))  # [B, W, V] -> [B, 1, V]
     choice = choose(warp(adjusted, sampling, filters=config.filters), sampling, first_noise)  # [B, 1]
     tokens = mx.concatenate([choice, filler], axis=1)  # [B, W]
@@ -138,6 +130,9 @@ def compile_step(config: StepConfig, target: Forward, draft: Draft | None = None
     Returns:
         A function from (state, sampling) to (state, output).
     """
+
+    target = bounded(target, config.live)
+    draft = None if draft is None else attrs.evolve(draft, forward=bounded(draft.forward, config.live))
 
     def on_trees(state_tree: tuple[Any, ...], sampling_tree: tuple[Any, ...]) -> tuple[Any, ...]:
         state, sampling = DecodeState.from_tree(state_tree), Sampling.from_tree(sampling_tree)
@@ -246,12 +241,46 @@ def _score(config: StepConfig, target: Forward, state: DecodeState, window: mx.a
     return logits[..., : config.vocab_size].astype(mx.float32), kv
 
 
-def _target_noise(config: StepConfig, state: DecodeState, count: int | None = None) -> mx.array | None:
-    """The target's own noise at the window's positions, float32 [B, count, V]; None when every row is greedy."""
+def _judge_by_ratio(
+    config: StepConfig,
+    state: DecodeState,
+    sampling: Sampling,
+    proposal: Proposal,
+    warped: mx.array,
+    shared_noise: mx.array | None,
+    choice: mx.array,
+    accepts: mx.array,
+) -> tuple[mx.array, mx.array]:
+    """How many proposals stand and which id follows them, int32 [B] each; rows of the other rule as `accepts` says."""
+    by_ratio = (~sampling.coupled & (sampling.temperature > 0))[:, None]  # [B, 1]
+    target_probs = mx.softmax(warped, axis=-1)
+    draft_probs = mx.softmax(proposal.warped, axis=-1)
+    uniforms = noise.uniform(noise.position_keys(state.key, _positions(config, state)[:, :-1], noise.ACCEPT))
+    ratio_accepts = accept.leviathan_accepts(proposal.tokens, target_probs[:, :-1], draft_probs, uniforms)
+    accepted = accept.prefix_length(mx.where(by_ratio, ratio_accepts, accepts), proposal.count)
+    refused = mx.minimum(accepted, config.width - 2)  # index of the refused proposal, where there is one
+    if shared_noise is None:
+        final_noise = _target_noise(config, state.key, (state.length + accepted)[:, None])  # [B, 1, V]
+        assert final_noise is not None
+        drawn = choose(_at(warped, accepted)[:, None], sampling, final_noise)[:, 0]
+        final_noise = final_noise[:, 0]  # [B, V]
+    else:
+        final_noise, drawn = _at(shared_noise, accepted), _at(choice, accepted)
+    residual = accept.residual_choice(_at(target_probs, accepted), _at(draft_probs, refused), final_noise)
+    from_residual = by_ratio[:, 0] & (accepted < proposal.count)
+    return accepted, mx.where(from_residual, residual, drawn)
+
+
+def _positions(config: StepConfig, state: DecodeState) -> mx.array:
+    """int32 [B, W]: absolute positions of the ids that the window's logits decide."""
+    return state.length[:, None] + indices(config.width)
+
+
+def _target_noise(config: StepConfig, key: mx.array, positions: mx.array) -> mx.array | None:
+    """The target's own noise at positions [B, N], float32 [B, N, V]; None when every row is greedy."""
     if config.mode == "greedy":
         return None
-    positions = state.length[:, None] + mx.arange(count or config.width)  # [B, count]
-    return noise.gumbel(noise.position_keys(state.key, positions, noise.TARGET), config.vocab_size)
+    return noise.gumbel(noise.position_keys(key, positions, noise.TARGET), config.vocab_size)
 
 
 def _last_token(state: DecodeState) -> mx.array:

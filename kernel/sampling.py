@@ -7,6 +7,7 @@ unchanged bit for bit whatever its neighbours ask for.
 
 import mlx.core as mx
 
+from posttrainllm.kernel.constants import indices
 from posttrainllm.kernel.state import Sampling
 
 __all__ = ["choose", "warp"]
@@ -64,7 +65,7 @@ def _threshold(scaled: mx.array, sampling: Sampling) -> mx.array:
     probs = mx.softmax(mx.where(descending >= kth, descending, -mx.inf), axis=-1)
     before = mx.cumsum(probs, axis=-1) - probs
     top_p = sampling.top_p[:, None, None]
-    kept = (before < top_p) | (mx.arange(vocab) == 0)  # the likeliest id always, whatever float32 makes of top_p
+    kept = (before < top_p) | (indices(vocab) == 0)  # the likeliest id always, whatever float32 makes of top_p
     nucleus = mx.min(mx.where(kept, descending, mx.inf), axis=-1, keepdims=True)
     nucleus = mx.where(top_p < 1, nucleus, -mx.inf)
 

@@ -97,3 +97,15 @@ def test_a_seed_out_of_range_is_refused(seed):
 
 def test_seeds_differ_in_their_high_bits_too():
     assert not mx.array_equal(noise.root_key(5), noise.root_key(5 + 2**32))
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_gumbel_noise_is_accurate_over_the_whole_range(compiled):
+    """Near v = 0, too, where 1 - v is rounded to a few steps of float32: those values decide every argmax."""
+    small = 2.0 ** -np.linspace(0.5, 31, 5001)
+    values = np.concatenate([[0.0], small, 1 - small[small > 2.0**-24], [1 - 2.0**-24]]).astype(np.float32)
+    make = mx.compile(noise.gumbel_from_uniform) if compiled else noise.gumbel_from_uniform
+    found = np.array(make(mx.array(values))).astype(np.float64)
+    shifted = (values + np.float32(2.0**-33)).astype(np.float64)
+    expected = -np.log(-np.log1p(-shifted))
+    assert np.max(np.abs(found - expected) / np.maximum(np.abs(expected), 1)) < 1e-6

@@ -8,6 +8,9 @@
  * an order that only the length k decides; the rest goes to OpenBLAS, whose functions `shim_bind` receives. */
 
 #include <pthread.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
 
 #define MOST_ROWS 1024             /* beyond, a product is no decoding */
 #define PARALLEL_ELEMENTS (1L << 21) /* a matrix of 8 MB: from here on a second thread saves more than it risks */
@@ -40,6 +43,16 @@ INLINED lanes add_pairs(lanes x, lanes y) {
          __builtin_shuffle(x, y, (indices){1, 3, 9, 11, 5, 7, 13, 15});
 }
 
+/* The end of the dot products of one row: `column` and its neighbours, whose lanes hold the sums up to i. */
+INLINED void finish(const int columns, const product *p, long row, long column, long i, const lanes *sum) {
+  const lanes four = add_pairs(add_pairs(sum[0], sum[1]), add_pairs(sum[2], sum[3]));
+  for (int j = 0; j < columns; j++) {
+    float total = four[j] + four[j + 4];
+    for (long t = i; t < p->k; t++) total = __builtin_fmaf(p->a[row * p->lda + t], p->b[(column + j) * p->ldb + t], total);
+    p->c[row * p->ldc + column + j] = total;
+  }
+}
+
 /* c[r][j] = dot(a[r], b[j]) for `rows` x `columns` dot products; both are constants after inlining. The order of a sum:
  * lane by lane, then ((0+1)+(2+3)) + ((4+5)+(6+7)), then the rest one by one. */
 INLINED void dots(const int rows, const int columns, const product *p, long row, long column) {
@@ -57,15 +70,50 @@ INLINED void dots(const int rows, const int columns, const product *p, long row,
       for (int r = 0; r < rows; r++) sum[r][j] += left[r] * right;
     }
   }
-  for (int r = 0; r < rows; r++) {
-    const lanes four = add_pairs(add_pairs(sum[r][0], sum[r][1]), add_pairs(sum[r][2], sum[r][3]));
-    for (int j = 0; j < columns; j++) {
-      float total = four[j] + four[j + 4];
-      for (long t = i; t < p->k; t++) total = __builtin_fmaf(a[r * p->lda + t], b[j * p->ldb + t], total);
-      p->c[(row + r) * p->ldc + column + j] = total;
+  for (int r = 0; r < rows; r++) finish(columns, p, row + r, column, i, sum[r]);
+}
+
+#if defined(__x86_64__)
+/* The same sums, bit for bit, in registers of twice the width: each holds the eight lanes of two columns. */
+#define WIDE __attribute__((target("avx2,fma,avx512f,avx512dq,avx512vl")))
+static int wide_works(void) {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
+
+WIDE static inline __attribute__((always_inline)) void wide_dots(const int rows, const product *p, long row, long column) {
+  const float *a = p->a + row * p->lda, *b = p->b + column * p->ldb;
+  __m512 sum[6][2], left[6];
+  for (int r = 0; r < rows; r++) sum[r][0] = sum[r][1] = _mm512_setzero_ps();
+  long i = 0;
+  for (; i + LANES <= p->k; i += LANES) {
+    for (int j = 0; j < 4; j++) __builtin_prefetch(b + (j + 4) * p->ldb + i);
+    for (int r = 0; r < rows; r++) left[r] = _mm512_broadcast_f32x8(_mm256_loadu_ps(a + r * p->lda + i));
+    for (int j = 0; j < 2; j++) {
+      const __m512 first = _mm512_castps256_ps512(_mm256_loadu_ps(b + 2 * j * p->ldb + i));
+      const __m512 right = _mm512_insertf32x8(first, _mm256_loadu_ps(b + (2 * j + 1) * p->ldb + i), 1);
+      for (int r = 0; r < rows; r++) sum[r][j] = _mm512_fmadd_ps(left[r], right, sum[r][j]);
     }
   }
+  for (int r = 0; r < rows; r++) {
+    lanes halves[4];
+    for (int j = 0; j < 4; j++) halves[j] = (lanes)_mm512_extractf32x8_ps(sum[r][j / 2], j % 2);
+    finish(4, p, row + r, column, i, halves);
+  }
 }
+
+WIDE static void wide_four(const product *p, long column) {
+  long r = 0;
+  for (; p->m - r >= 6; r += 6) wide_dots(6, p, r, column);
+  if (p->m - r == 5) wide_dots(5, p, r, column);
+  if (p->m - r == 4) wide_dots(4, p, r, column);
+  if (p->m - r == 3) wide_dots(3, p, r, column);
+  if (p->m - r == 2) wide_dots(2, p, r, column);
+  if (p->m - r == 1) wide_dots(1, p, r, column);
+}
+#else
+static int wide_works(void) { return 0; }
+static void wide_four(const product *p, long column) { (void)p, (void)column; }
+#endif
 
 /* x @ W.T: a few rows of the matrix stay in the first cache while all rows of the window pass over them. */
 #define ALL_ROWS(columns, j)                                                                                         \
@@ -79,6 +127,8 @@ INLINED void dots(const int rows, const int columns, const product *p, long row,
 VECTORIZED static void transposed_block(const product *p, long block) {
   const long first = 64 * block, last = first + 64 < p->n ? first + 64 : p->n;
   long j = first;
+  if (p->m > 1 && wide_works())
+    for (; j + 4 <= last; j += 4) wide_four(p, j);
   for (; j + 4 <= last; j += 4) ALL_ROWS(4, j);
   for (; j < last; j++) ALL_ROWS(1, j);
 }

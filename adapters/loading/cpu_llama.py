@@ -1,49 +1,94 @@
 """A forward of Llama-shaped models for MLX's CPU backend.
 
-Same mathematics as mlx-lm's module, in fewer operations: products of the same input are one, the rotary embedding's
-angles are computed once for all layers, and `exp` is written out in arithmetic that the C++ compiler vectorises (MLX's
-own is scalar on x86). GPUs have fused kernels for all of this.
+Same mathematics as mlx-lm's module, in half as many operations: of a small model's forward, what MLX does about each
+operation takes as long as the products. And in operations that the C++ compiler vectorises: fused ones over arrays of
+one shape, with nothing to broadcast, and a power of two written out in arithmetic, since MLX's `exp` is scalar on x86.
+GPUs have fused kernels for all of this.
 """
 
 import math
+from collections.abc import Callable
+from typing import TypeAlias
 
+import attrs
 import mlx.core as mx
 
-from posttrainllm.adapters.loading.llama import LlamaLayer, LlamaShape, LlamaWeights
-from posttrainllm.kernel.cache import attention_mask, write_at
+from posttrainllm.adapters.loading.llama import Linear, LlamaLayer, LlamaShape, LlamaWeights
+from posttrainllm.kernel.cache import attention_mask, window_slots, write_slots
+from posttrainllm.kernel.constants import indices
 from posttrainllm.kernel.forward import Forward
 from posttrainllm.kernel.state import KVCache
 
-__all__ = ["cpu_llama_forward", "exp"]
+__all__ = ["cpu_llama_forward", "exp2"]
 
-# exp(x) = 2**exponent * exp(remainder), with exponent = round(x / ln 2) and |remainder| <= ln(2) / 2
+_Product: TypeAlias = Callable[[mx.array], mx.array]
+
 _LOG2_E = 1.0 / math.log(2.0)
-_ROUND = 1.5 * 2.0**23  # adding it rounds to an integer, which then stands in the low bits
-_LN2_HIGH = 0.693145751953125  # 16 bits, so that exponent * _LN2_HIGH is exact
-_LN2_LOW = math.log(2.0) - _LN2_HIGH
-# degree 6, the first two as in the series; the others fitted on that interval for the least relative error (3e-9), by
+_ROUND = 1.5 * 2.0**23  # adding it rounds to an integer
+# 2**f on [-1/2, 1/2], degree 6, the first as in the series; the others fitted for the least relative error (2e-9), by
 # least squares with Lawson's weights
-_COEFFICIENTS = (1.0, 1.0, 0.49999994, 0.16666521, 0.041668389, 0.0083687101, 0.0013814613)
+_C0, _C1, _C2, _C3 = 1.0, 0.6931472, 0.24022648, 0.055503325
+_C4, _C5, _C6 = 0.0096184374, 0.0013398874, 0.00015353362
 
 
-def exp(x: mx.array) -> mx.array:
-    """e**x in plain arithmetic, at most 2e-7 off relative to the value; NaN stays NaN.
+def exp2(x: mx.array, scale: float = 1.0) -> mx.array:
+    """2**(scale * x) in plain arithmetic, off by 2e-7 of the value at most beside the rounding of scale * x.
 
     Args:
-        x: float32 of any shape; taken as -87 below it and as 88 above, where float32 ends.
+        x: float32 of any shape.
+        scale: a factor.
 
     Returns:
-        float32 of the same shape, always above 0.
+        float32 of the same shape: exactly 0 where scale * x is below -126.5, -inf included, and where it is NaN; 2**126
+        where it is above 126.
     """
-    x = mx.clip(x, -87.0, 88.0)
-    shifted = x * _LOG2_E + _ROUND
-    exponent = shifted - _ROUND
-    remainder = x - exponent * _LN2_HIGH - exponent * _LN2_LOW
-    series = mx.full((), _COEFFICIENTS[-1])
-    for coefficient in reversed(_COEFFICIENTS[:-1]):
-        series = coefficient + remainder * series
-    power = mx.left_shift(mx.view(shifted, mx.int32) + 127, 23)  # the integer in the place of a float's exponent
-    return series * mx.view(power, mx.float32)
+    power = mx.minimum(x * scale, 126.0)
+    f = power - ((power + _ROUND) - _ROUND)
+    f2 = f * f
+    # pairs and not Horner's rule: MLX fuses expressions that are up to 11 operations deep
+    series = ((_C0 + _C1 * f) + f2 * (_C2 + _C3 * f)) + (f2 * f2) * ((_C4 + _C5 * f) + f2 * _C6)
+    # the same integer in other words: a shared expression would be a kernel of its own
+    again = mx.minimum(x * (2 * scale), 252.0) * 0.5
+    whole = (again + (_ROUND + 128)) - (_ROUND + 128)
+    # a float's exponent begins at its 23rd bit; the integer 0 is the float 0
+    bits = mx.where(whole >= -126, mx.view(series, mx.int32) + mx.left_shift(whole.astype(mx.int32), 23), 0)
+    return mx.view(bits, mx.float32)
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class _Layer:
+    """A block's products; those of a gate and its partner apart, so that neither is a slice of anything."""
+
+    norms: LlamaLayer
+    qkv: _Product
+    output: _Product
+    gate: _Product
+    up: _Product
+    down: _Product
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class _Rotary:
+    """What a rotation is made of, whatever the position."""
+
+    frequencies: mx.array
+    """float32 [D]: radians a position, those of the D / 2 pairs twice."""
+    own: mx.array
+    """float32 [D, D]: 1 on the diagonal."""
+    partner: mx.array
+    """float32 [D, D]: -1 where row j + D / 2 meets column j, 1 where row j meets column j + D / 2."""
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class _Window:
+    """What every layer needs to know of the positions."""
+
+    rotation: mx.array
+    """float32 [B, W, D, D]: a head times it is the head rotated."""
+    admitted: mx.array
+    """bool [B, H, G W, L], written out; L is C or the slots that hold the windows."""
+    slots: mx.array
+    """int32 [B, H, W, D]: where keys and values are written."""
 
 
 def cpu_llama_forward(weights: LlamaWeights) -> Forward:
@@ -56,76 +101,133 @@ def cpu_llama_forward(weights: LlamaWeights) -> Forward:
         The pure forward, which equals that of mlx-lm's module up to rounding.
     """
     shape = weights.shape
-    frequencies = mx.array(shape.rope_frequencies, dtype=mx.float32)  # [D / 2]
+    return _CpuLlama(
+        weights=weights,
+        layers=tuple(_layer(layer, shape) for layer in weights.layers),
+        head=_product(weights.head),
+        rotary=_rotary(shape),
+    )
 
-    def forward(tokens: mx.array, kv: KVCache, position: mx.array) -> tuple[mx.array, KVCache]:
-        width, capacity = tokens.shape[1], kv[0][0].shape[2]
-        mask = attention_mask(position, width, capacity)
-        rotation = _rotation(position, width, frequencies)
-        hidden = weights.embedding.rows(tokens)  # [B, W] -> [B, W, N]
+
+@attrs.frozen(eq=False, kw_only=True)
+class _CpuLlama:
+    """The forward; see `kernel.forward.BoundedForward`."""
+
+    weights: LlamaWeights = attrs.field(repr=False)
+    layers: tuple[_Layer, ...] = attrs.field(repr=False)
+    head: _Product = attrs.field(repr=False)
+    rotary: _Rotary = attrs.field(repr=False)
+    live: int | None = None
+
+    def within(self, live: int) -> Forward:
+        """Attend to the first `live` slots alone.
+
+        Behind them every weight is 0, and every sum over slots goes from the first up: 0 changes none of its bits.
+        """
+        return attrs.evolve(self, live=live)
+
+    def __call__(self, tokens: mx.array, kv: KVCache, position: mx.array) -> tuple[mx.array, KVCache]:
+        shape, (batch, width) = self.weights.shape, tokens.shape
+        keys = kv[0][0]
+        live = self.live if keys.dtype == mx.float32 else None  # in 16 bits the sums are MLX's, in blocks
+        window = _window(shape, position, width, keys.shape[2], live, self.rotary)
+        hidden = self.weights.embedding.rows(tokens.reshape(-1))  # [B, W] -> [B W] -> [B W, N]
         written = []
-        for layer, (keys, values) in zip(weights.layers, kv, strict=True):
-            x = mx.fast.rms_norm(hidden, layer.input_norm, shape.norm_eps)
-            attended, keys, values = _attention(layer, shape, x, keys, values, position, mask, rotation)
+        for layer, (keys, values) in zip(self.layers, kv, strict=True):
+            x = _norm(hidden, layer.norms.input_norm, shape)
+            attended, keys, values = _attention(layer, shape, x, keys, values, window)
             hidden = hidden + attended
-            hidden = hidden + _mlp(layer, mx.fast.rms_norm(hidden, layer.mlp_norm, shape.norm_eps))
+            hidden = hidden + _mlp(layer, _norm(hidden, layer.norms.mlp_norm, shape))
             written.append((keys, values))
-        return weights.head(mx.fast.rms_norm(hidden, weights.norm, shape.norm_eps)), tuple(written)
-
-    return forward
+        return self.head(_norm(hidden, self.weights.norm, shape)).reshape(batch, width, -1), tuple(written)
 
 
-def _rotation(position: mx.array, width: int, frequencies: mx.array) -> tuple[mx.array, mx.array]:
-    """Cosines and signed sines of every position's angles, each float32 [B, 1, W, D]."""
-    places = (position[:, None] + mx.arange(width)).astype(mx.float32)  # [B, W]
-    angles = places[:, None, :, None] * frequencies  # [B, W] -> [B, 1, W, D / 2]
-    cosine, sine = mx.cos(angles), mx.sin(angles)
-    return mx.concatenate([cosine, cosine], axis=-1), mx.concatenate([-sine, sine], axis=-1)
+def _layer(layer: LlamaLayer, shape: LlamaShape) -> _Layer:
+    return _Layer(
+        norms=layer,
+        qkv=_product(layer.qkv),
+        output=_product(layer.output),
+        gate=_product(layer.gate_up.part(0, shape.mlp)),
+        up=_product(layer.gate_up.part(shape.mlp, 2 * shape.mlp)),
+        down=_product(layer.down),
+    )
 
 
-def _rotate(x: mx.array, rotation: tuple[mx.array, mx.array]) -> mx.array:
-    """Rotate the pairs (i, i + D / 2) of [B, H, W, D]."""
-    half = x.shape[-1] // 2
-    swapped = mx.concatenate([x[..., half:], x[..., :half]], axis=-1)
-    return (x * rotation[0] + swapped * rotation[1]).astype(x.dtype)
+def _product(linear: Linear) -> _Product:
+    """The product with a matrix; a dense one is turned here and not in every step, which copies nothing."""
+    if linear.scales is not None or linear.bias is not None:
+        return linear
+    turned = linear.weight.T
+    mx.eval(turned)
+    return lambda x: x @ turned
+
+
+def _window(
+    shape: LlamaShape, position: mx.array, width: int, capacity: int, live: int | None, rotary: _Rotary
+) -> _Window:
+    places = (position[:, None] + indices(width)).astype(mx.float32)  # [B, W]
+    angles = places[:, :, None] * rotary.frequencies  # [B, W] -> [B, W, D]
+    # a column of each head takes its own place's cosine and its partner's sine: all others add 0
+    cosines, sines = mx.cos(angles)[:, :, None], mx.sin(angles)[:, :, None]  # [B, W, D] -> [B, W, 1, D]
+    rotation = cosines * rotary.own + sines * rotary.partner  # [B, W, D, D]
+    groups = shape.heads // shape.kv_heads
+    live = capacity if live is None else live
+    mask = attention_mask(position, width, capacity)[:, :, None, :, :live]  # [B, 1, W, C] -> [B, 1, 1, W, L]
+    batch = position.shape[0]
+    admitted = mx.contiguous(mx.broadcast_to(mask, (batch, shape.kv_heads, groups, width, live)))
+    admitted = admitted.reshape(batch, shape.kv_heads, groups * width, live)
+    slots = mx.contiguous(window_slots(position, (batch, shape.kv_heads, width, shape.head_size), capacity))
+    return _Window(rotation=rotation, admitted=admitted, slots=slots)
+
+
+def _rotary(shape: LlamaShape) -> _Rotary:
+    half = shape.head_size // 2
+    own = mx.eye(shape.head_size)
+    partner = mx.eye(shape.head_size, k=half) - mx.eye(shape.head_size, k=-half)
+    frequencies = mx.array(shape.rope_frequencies * 2, dtype=mx.float32)
+    mx.eval(own, partner)
+    return _Rotary(frequencies=frequencies, own=own, partner=partner)
+
+
+def _norm(x: mx.array, weight: mx.array, shape: LlamaShape) -> mx.array:
+    """RMS norm of the last axis."""
+    normed: mx.array = mx.fast.rms_norm(x, weight, shape.norm_eps)
+    return normed
 
 
 def _attention(
-    layer: LlamaLayer,
-    shape: LlamaShape,
-    x: mx.array,
-    keys: mx.array,
-    values: mx.array,
-    position: mx.array,
-    mask: mx.array,
-    rotation: tuple[mx.array, mx.array],
+    layer: _Layer, shape: LlamaShape, x: mx.array, keys: mx.array, values: mx.array, window: _Window
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """Attention of x [B, W, N] over the cache, and the cache with the window written."""
-    batch, width, _ = x.shape
+    """Attention of x [B W, N] over the cache, and the cache with the window written."""
+    batch, width = window.rotation.shape[:2]
     heads, kv_heads, size = shape.heads, shape.kv_heads, shape.head_size
-    # [B, W, (heads + 2 H) D] -> [B, W, heads + 2 H, D]
-    projected = layer.qkv(x).reshape(batch, width, heads + 2 * kv_heads, size)
-    queries, new_keys, new_values = mx.split(projected, (heads, heads + kv_heads), axis=2)
-    if layer.query_norm is not None and layer.key_norm is not None:
-        queries = mx.fast.rms_norm(queries, layer.query_norm, shape.norm_eps)
-        new_keys = mx.fast.rms_norm(new_keys, layer.key_norm, shape.norm_eps)
-    queries = _rotate(queries.transpose(0, 2, 1, 3), rotation)  # [B, W, heads, D] -> [B, heads, W, D]
-    keys = write_at(keys, _rotate(new_keys.transpose(0, 2, 1, 3), rotation), position)
-    values = write_at(values, new_values.transpose(0, 2, 1, 3), position)
-    groups = heads // kv_heads
-    grouped = queries.reshape(batch, kv_heads, groups * width, size)  # [B, heads, W, D] -> [B, H, G W, D]
-    scores = (grouped * size**-0.5) @ keys.swapaxes(-1, -2)  # [B, H, G W, C]
-    admitted = mx.tile(mask, (1, 1, groups, 1)) if groups > 1 else mask  # [B, 1, G W, C]
-    scores = mx.where(admitted, scores.astype(mx.float32), -mx.inf)
-    weights = exp(scores - mx.max(scores, axis=-1, keepdims=True))
-    weights = mx.where(admitted, weights, 0.0)
-    weights = weights / mx.sum(weights, axis=-1, keepdims=True)
-    attended = weights.astype(values.dtype) @ values  # [B, H, G W, D]
+    projected = layer.qkv(x).reshape(batch, width, heads + 2 * kv_heads, size)  # [B W, ...] -> [B, W, heads + 2 H, D]
+    turned, new_values = projected[:, :, : heads + kv_heads], projected[:, :, heads + kv_heads :]
+    if layer.norms.query_norm is not None and layer.norms.key_norm is not None:
+        queries, new_keys = turned[:, :, :heads], turned[:, :, heads:]
+        normed = [_norm(queries, layer.norms.query_norm, shape), _norm(new_keys, layer.norms.key_norm, shape)]
+        turned = mx.concatenate(normed, axis=2)
+    turned = (turned.astype(mx.float32) @ window.rotation).astype(x.dtype)  # [B, W, heads + H, D] @ [B, W, D, D]
+    queries, new_keys = turned[:, :, :heads].transpose(0, 2, 1, 3), turned[:, :, heads:].transpose(0, 2, 1, 3)
+    keys = write_slots(keys, new_keys, window.slots)
+    values = write_slots(values, new_values.transpose(0, 2, 1, 3), window.slots)
+    groups, live = heads // kv_heads, window.admitted.shape[-1]
+    grouped = queries.reshape(batch, kv_heads, groups * width, size) if groups > 1 else queries  # -> [B, H, G W, D]
+    scores = (grouped @ keys[:, :, :live].swapaxes(-1, -2)).astype(mx.float32)  # [B, H, G W, L]
+    # as powers of two; finite scores stay finite
+    scores = mx.where(window.admitted, scores * (size**-0.5 * _LOG2_E), -mx.inf)
+    # flat, or the subtraction's broadcast and the power are one kernel, which is not vectorised
+    below = (scores - mx.max(scores, axis=-1, keepdims=True)).reshape(-1)
+    weights = exp2(below).reshape(scores.shape)
+    # all weights of a row are 0 where a score is not a number: then 0 / 0 tells
+    total = mx.sum(weights, axis=-1, keepdims=True)
+    attended = weights.astype(values.dtype) @ values[:, :, :live]  # [B, H, G W, D]
     attended = attended.reshape(batch, heads, width, size).transpose(0, 2, 1, 3)  # -> [B, W, heads, D]
-    return layer.output(attended.reshape(batch, width, heads * size)), keys, values
+    attended = attended / total.reshape(batch, heads, width, 1).transpose(0, 2, 1, 3)
+    return layer.output(attended.astype(x.dtype).reshape(batch * width, heads * size)), keys, values
 
 
-def _mlp(layer: LlamaLayer, x: mx.array) -> mx.array:
-    gate, up = mx.split(layer.gate_up(x), 2, axis=-1)
-    activated = gate / (1.0 + exp(-gate.astype(mx.float32))) * up
+def _mlp(layer: _Layer, x: mx.array) -> mx.array:
+    gate = layer.gate(x).astype(mx.float32)
+    activated = gate / (1.0 + exp2(gate, -_LOG2_E)) * layer.up(x)
     return layer.down(activated.astype(x.dtype))

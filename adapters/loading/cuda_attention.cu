@@ -1,8 +1,12 @@
 // Attention of a window over the cache and the window's own keys and values. Included behind cuda_llama.cu.
 //
-// Work item: one row, one key head, up to 16 of its queries (query head x place in the window), SPLIT_KEYS keys from an
-// absolute multiple on. The eight warps of a group take 16 keys at a time in turns. Whoever finishes the last item of a
-// row, head and query tile adds up their parts, in the order of the keys.
+// Work item of a block: one row, one key head, up to 16 of its queries (query head x place in the window), SPLIT_KEYS
+// keys from an absolute multiple on. The warps take 16 keys at a time in turns. Whoever finishes the last item of a row,
+// head and query tile adds up their parts, in the order of the keys.
+//
+// The cache is [row, keys and values, LAYERS, KV_HEADS, C, HEAD_SIZE], the window's own part the same with the width for C.
+
+constexpr int BLOCK_WARPS = THREADS / 32;
 
 struct Keys {
   const u16 *cached, *fresh;  // of this row, layer and head: [C, HEAD_SIZE] and [width, HEAD_SIZE]
@@ -17,12 +21,13 @@ struct Keys {
 #define NO_SCORE (-__int_as_float(0x7f800000))  // minus infinity
 
 constexpr int HEAD_CHUNKS = HEAD_SIZE / 32;
+constexpr int TURNS = SPLIT_KEYS / (BLOCK_WARPS * 16);
 constexpr int HEAD_BLOCKS = HEAD_SIZE / 64;
 constexpr int MOST_SPLITS = 32;
 
 struct __align__(16) AttentionShared {
-  float output[WARPS][16][HEAD_SIZE + 8];  // places of the head in the order of `stored_at`
-  float highest[WARPS][16], total[WARPS][16];
+  float output[BLOCK_WARPS][16][HEAD_SIZE + 8];  // places of the head in the order of `stored_at`
+  float highest[BLOCK_WARPS][16], total[BLOCK_WARPS][16], weight[BLOCK_WARPS][16];
   float part_highest[MOST_SPLITS][16], part_total[MOST_SPLITS][16];
   u32 is_last;
 };
@@ -34,6 +39,7 @@ __device__ __forceinline__ int stored_at(int place) { return place / 64 * 64 + p
 __device__ __forceinline__ void attend_keys(AttentionShared& shared, const Keys& keys, const Keys& values, int first,
                                             int end, int first_query, int queries, const u16* const (&query_at)[2],
                                             const Place& at) {
+  const int warp = threadIdx.x / 32;
   float output[HEAD_SIZE / 8][4] = {};
   float highest[2] = {NO_SCORE, NO_SCORE}, total[2] = {0.0f, 0.0f};
   const float scale = rsqrtf(static_cast<float>(HEAD_SIZE)) * 1.4426950408889634f;  // exp(x) = 2^(x log2 e)
@@ -44,8 +50,8 @@ __device__ __forceinline__ void attend_keys(AttentionShared& shared, const Keys&
     reach[half] = keys.position + query % keys.width;
   }
 #pragma unroll 1
-  for (int turn = 0; turn < SPLIT_KEYS / (WARPS * 16); ++turn) {
-    const int base = first + (turn * WARPS + at.warp) * 16;
+  for (int turn = 0; turn < TURNS; ++turn) {
+    const int base = first + (turn * BLOCK_WARPS + warp) * 16;
     if (base >= end) break;
     float scores[2][4] = {};
     uint4 k[2][HEAD_CHUNKS];
@@ -112,10 +118,12 @@ __device__ __forceinline__ void attend_keys(AttentionShared& shared, const Keys&
         const u32 pick = j % 2 ? 0x7632u : 0x5410u;
         const u32 low = __byte_perm(as[j / 2], bs[j / 2], pick), high = __byte_perm(cs[j / 2], ds[j / 2], pick);
         float(&sum)[4] = output[block * 8 + j];
-        sum[0] *= shrink[0];
-        sum[1] *= shrink[0];
-        sum[2] *= shrink[1];
-        sum[3] *= shrink[1];
+        if (TURNS > 1) {
+          sum[0] *= shrink[0];
+          sum[1] *= shrink[0];
+          sum[2] *= shrink[1];
+          sum[3] *= shrink[1];
+        }
         multiply(sum, p0, p1, p2, p3, low, high);
       }
     }
@@ -125,23 +133,23 @@ __device__ __forceinline__ void attend_keys(AttentionShared& shared, const Keys&
     total[half] += __shfl_xor_sync(0xffffffffu, total[half], 1);
     total[half] += __shfl_xor_sync(0xffffffffu, total[half], 2);
     if (at.column == 0) {
-      shared.highest[at.warp][half * 8 + at.row] = highest[half];
-      shared.total[at.warp][half * 8 + at.row] = total[half];
+      shared.highest[warp][half * 8 + at.row] = highest[half];
+      shared.total[warp][half * 8 + at.row] = total[half];
     }
 #pragma unroll
     for (int block = 0; block < HEAD_BLOCKS; ++block)
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         const float(&sum)[4] = output[block * 8 + j];
-        float* to = shared.output[at.warp][half * 8 + at.row] + block * 64 + j * 8 + at.column * 2;
+        float* to = shared.output[warp][half * 8 + at.row] + block * 64 + j * 8 + at.column * 2;
         *reinterpret_cast<float2*>(to) = make_float2(sum[half * 2], sum[half * 2 + 1]);
       }
   }
 }
 
 struct AttentionInputs {
-  const int* position;
-  const u16 *queries, *keys, *values, *fresh_keys, *fresh_values;
+  const int* position;  // in shared memory
+  const u16 *queries, *cached, *fresh;
   u16* attended;  // [tokens, HEADS * HEAD_SIZE]
   float* parts;   // [row, key head, query tile, split, 16, HEAD_SIZE + 2]
   u32* counters;  // [row, key head, query tile], zero between launches
@@ -150,33 +158,61 @@ struct AttentionInputs {
 
 constexpr int PART = 16 * (HEAD_SIZE + 2);
 
+struct Item {  // what a block works on
+  int tile, split, query_tile, head, row, position, end, used;
+  __device__ __forceinline__ Item(const AttentionInputs& in, int index, int query_tiles) {
+    const int tiles = in.batch * KV_HEADS * query_tiles;
+    tile = index % tiles;
+    split = index / tiles;
+    query_tile = tile % query_tiles;
+    head = tile / query_tiles % KV_HEADS;
+    row = tile / query_tiles / KV_HEADS;
+    position = in.position[row];
+    end = min(position + in.width, in.capacity);  // what lies behind is never emitted
+    used = ceil_div(end, SPLIT_KEYS);
+  }
+  __device__ __forceinline__ size_t plane(int layer, int which) const {  // which: 0 keys, 1 values
+    return ((static_cast<size_t>(row) * 2 + which) * LAYERS + layer) * KV_HEADS + head;
+  }
+};
+
+// Asks for the cached keys and values of this block's item while the products before attention run.
+__device__ __forceinline__ void fetch_keys_ahead(const AttentionInputs& in) {
+  const int query_tiles = ceil_div(PER_KV_HEAD * in.width, 16);
+  if (threadIdx.x >= 2 || blockIdx.x >= in.batch * KV_HEADS * query_tiles * in.splits) return;
+  const Item item(in, blockIdx.x, query_tiles);
+  const int first = item.split * SPLIT_KEYS, keys = min(item.position, first + SPLIT_KEYS) - first;
+  if (keys > 0)
+    prefetch(in.cached + (item.plane(in.layer, threadIdx.x) * in.capacity + first) * HEAD_SIZE, keys * HEAD_SIZE * 2);
+}
+
 // Whoever comes last adds up the parts of all splits.
 template <class AttendedAt>
 __device__ __forceinline__ void add_parts(AttentionShared& shared, const AttentionInputs& in, const float* parts,
-                                          int tile, int used, int here, AttendedAt attended_at, const Place& at) {
+                                          const Item& item, int here, AttendedAt attended_at) {
   __threadfence();
-  at.wait();
-  if (at.thread == 0) {
-    const u32 before = atomicAdd(in.counters + tile, 1u);
-    shared.is_last = before + 1 == static_cast<u32>(used);
-    if (shared.is_last) in.counters[tile] = 0;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    const u32 before = atomicAdd(in.counters + item.tile, 1u);
+    shared.is_last = before + 1 == static_cast<u32>(item.used);
+    if (shared.is_last) in.counters[item.tile] = 0;
     __threadfence();
   }
-  at.wait();
+  __syncthreads();
   if (!shared.is_last) return;
-  for (int index = at.thread; index < here * used; index += GROUP_THREADS) {
+  for (int index = threadIdx.x; index < here * item.used; index += THREADS) {
     const float* part = parts + index / here * PART + index % here * (HEAD_SIZE + 2) + HEAD_SIZE;
     shared.part_highest[index / here][index % here] = load_fresh_float(part);
     shared.part_total[index / here][index % here] = load_fresh_float(part + 1);
   }
-  at.wait();
-  for (int index = at.thread; index < here * HEAD_SIZE; index += GROUP_THREADS) {
+  __syncthreads();
+  for (int index = threadIdx.x; index < here * HEAD_SIZE; index += THREADS) {
     const int local = index / HEAD_SIZE, k = index % HEAD_SIZE;
     const float* part = parts + local * (HEAD_SIZE + 2) + k;
     float most = NO_SCORE, total = 0.0f, output = 0.0f;
-    for (int s = 0; s < used; ++s) most = fmaxf(most, shared.part_highest[s][local]);
+    for (int s = 0; s < item.used; ++s) most = fmaxf(most, shared.part_highest[s][local]);
 #pragma unroll 4
-    for (int s = 0; s < used; ++s) {
+    for (int s = 0; s < item.used; ++s) {
       const float weight = exp2f(shared.part_highest[s][local] - most);
       total = fmaf(shared.part_total[s][local], weight, total);
       output = fmaf(load_fresh_float(part + s * PART), weight, output);
@@ -187,58 +223,58 @@ __device__ __forceinline__ void add_parts(AttentionShared& shared, const Attenti
 
 __device__ __forceinline__ void attention(AttentionShared& shared, const AttentionInputs& in) {
   const Place at;
-  const int queries = PER_KV_HEAD * in.width;
-  const int query_tiles = ceil_div(queries, 16);
-  const int tiles = in.batch * KV_HEADS * query_tiles;
-  for (int item = blockIdx.x + gridDim.x * at.group; item < tiles * in.splits; item += gridDim.x * GROUPS) {
-    const int tile = item % tiles, split = item / tiles;
-    const int query_tile = tile % query_tiles, head = tile / query_tiles % KV_HEADS;
-    const int row = tile / query_tiles / KV_HEADS;
-    const int position = __ldg(in.position + row);
-    const int end = min(position + in.width, in.capacity);  // what lies behind is never emitted
-    const int used = ceil_div(end, SPLIT_KEYS);
-    if (split >= used) continue;
-    const size_t place = (static_cast<size_t>(row) * LAYERS + in.layer) * KV_HEADS + head;
-    const Keys keys{in.keys + place * in.capacity * HEAD_SIZE, in.fresh_keys + place * in.width * HEAD_SIZE, position,
-                    in.width};
-    const Keys values{in.values + place * in.capacity * HEAD_SIZE, in.fresh_values + place * in.width * HEAD_SIZE,
-                      position, in.width};
-    const int first_query = query_tile * 16;
-    const int here = min(16, queries - first_query);
+  const int queries = PER_KV_HEAD * in.width, query_tiles = ceil_div(queries, 16);
+  const int items = in.batch * KV_HEADS * query_tiles * in.splits;
+  for (int index = blockIdx.x; index < items; index += gridDim.x) {
+    const Item item(in, index, query_tiles);
+    if (item.split >= item.used) continue;
+    const size_t keys_at = item.plane(in.layer, 0), values_at = item.plane(in.layer, 1);
+    const Keys keys{in.cached + keys_at * in.capacity * HEAD_SIZE, in.fresh + keys_at * in.width * HEAD_SIZE,
+                    item.position, in.width};
+    const Keys values{in.cached + values_at * in.capacity * HEAD_SIZE, in.fresh + values_at * in.width * HEAD_SIZE,
+                      item.position, in.width};
+    const int first_query = item.query_tile * 16, here = min(16, queries - first_query);
     const auto attended_at = [&](int local) {
       const int query = first_query + local;
-      return ((row * in.width + query % in.width) * HEADS + head * PER_KV_HEAD + query / in.width) * HEAD_SIZE;
+      return ((item.row * in.width + query % in.width) * HEADS + item.head * PER_KV_HEAD + query / in.width) *
+             HEAD_SIZE;
     };
     const u16* const query_at[2] = {in.queries + attended_at(min(at.row, here - 1)),
                                     in.queries + attended_at(min(at.row + 8, here - 1))};
-    attend_keys(shared, keys, values, split * SPLIT_KEYS, min(end, (split + 1) * SPLIT_KEYS), first_query, queries,
-                query_at, at);
-    at.wait();
-    float* parts = in.parts + static_cast<size_t>(tile) * in.splits * PART;
-    for (int index = at.thread; index < here * HEAD_SIZE; index += GROUP_THREADS) {
-      const int local = index / HEAD_SIZE, k = index % HEAD_SIZE;
-      float most = NO_SCORE, total = 0.0f, output = 0.0f;
-#pragma unroll
-      for (int warp = 0; warp < WARPS; ++warp) most = fmaxf(most, shared.highest[warp][local]);
-      const float base = most == NO_SCORE ? 0.0f : most;
-#pragma unroll
-      for (int warp = 0; warp < WARPS; ++warp) {
-        const float weight = exp2f(shared.highest[warp][local] - base);
-        total = fmaf(shared.total[warp][local], weight, total);
-        output = fmaf(shared.output[warp][local][stored_at(k)], weight, output);
+    const int first = item.split * SPLIT_KEYS;
+    attend_keys(shared, keys, values, first, min(item.end, first + SPLIT_KEYS), first_query, queries, query_at, at);
+    __syncthreads();
+    if (threadIdx.x < BLOCK_WARPS * 16) {
+      const int local = threadIdx.x % 16;
+      float most = NO_SCORE;
+#pragma unroll 4
+      for (int warp = 0; warp < BLOCK_WARPS; ++warp) most = fmaxf(most, shared.highest[warp][local]);
+      const float mine = shared.highest[threadIdx.x / 16][local];
+      shared.weight[threadIdx.x / 16][local] = exp2f(mine - (most == NO_SCORE ? 0.0f : most));
+      if (threadIdx.x < 16) shared.part_highest[0][local] = most;
+    }
+    __syncthreads();
+    float* parts = in.parts + static_cast<size_t>(item.tile) * in.splits * PART;
+    for (int place = threadIdx.x; place < here * HEAD_SIZE; place += THREADS) {
+      const int local = place / HEAD_SIZE, k = place % HEAD_SIZE;
+      float total = 0.0f, output = 0.0f;
+#pragma unroll 4
+      for (int warp = 0; warp < BLOCK_WARPS; ++warp) {
+        total = fmaf(shared.total[warp][local], shared.weight[warp][local], total);
+        output = fmaf(shared.output[warp][local][stored_at(k)], shared.weight[warp][local], output);
       }
-      if (used == 1) {
+      if (item.used == 1) {
         in.attended[attended_at(local) + k] = rounded(output / total);
       } else {
-        float* part = parts + split * PART + local * (HEAD_SIZE + 2);
+        float* part = parts + item.split * PART + local * (HEAD_SIZE + 2);
         part[k] = output;
         if (k == 0) {
-          part[HEAD_SIZE] = most;
+          part[HEAD_SIZE] = shared.part_highest[0][local];
           part[HEAD_SIZE + 1] = total;
         }
       }
     }
-    if (used > 1) add_parts(shared, in, parts, tile, used, here, attended_at, at);
-    at.wait();  // the next item overwrites what was read
+    if (item.used > 1) add_parts(shared, in, parts, item, here, attended_at);
+    __syncthreads();  // the next item overwrites what was read
   }
 }

@@ -10,7 +10,7 @@ constexpr int GATE_UP_TILES = MLP / 4;
 constexpr int VOCAB_TILES = ceil_div(VOCAB, 8);
 
 static_assert(HIDDEN % 32 == 0 && MLP % 32 == 0 && HEAD_SIZE % 64 == 0 && HEADS % KV_HEADS == 0, "unsupported shape");
-static_assert(GROUPS * sizeof(AttentionShared) <= SHARED_BYTES, "attention must fit shared memory");
+static_assert(sizeof(AttentionShared) <= STAGE_BYTES, "attention must fit shared memory");
 
 template <int K>
 __device__ __forceinline__ const u16* staged_or_not(u16* stage, int tokens, const u16* from) {
@@ -26,7 +26,7 @@ __device__ __forceinline__ const u16* staged_or_not(u16* stage, int tokens, cons
 struct Rotate {  // queries and keys; values are stored alone
   const u16* bias;
   const float2* rotation;
-  u16 *queries, *fresh_keys, *fresh_values;
+  u16 *queries, *fresh;
   int width, layer;
   __device__ __forceinline__ u32 early(int, int, int) const { return 0; }
   __device__ __forceinline__ void store(int tile, int token, int pair, float first, float second, u32) const {
@@ -48,9 +48,9 @@ struct Rotate {  // queries and keys; values are stored alone
     if (which < HEADS) {
       to = queries + (token * HEADS + which) * HEAD_SIZE;
     } else {
-      const int row = token / width, column = token % width, kv_head = (which - HEADS) % KV_HEADS;
-      u16* all = which < HEADS + KV_HEADS ? fresh_keys : fresh_values;
-      to = all + (((static_cast<size_t>(row) * LAYERS + layer) * KV_HEADS + kv_head) * width + column) * HEAD_SIZE;
+      const int row = token / width, column = token % width, head = (which - HEADS) % KV_HEADS;
+      const size_t is_value = which >= HEADS + KV_HEADS;
+      to = fresh + ((((row * 2 + is_value) * LAYERS + layer) * KV_HEADS + head) * width + column) * HEAD_SIZE;
     }
     to[place] = rounded(first);
     to[place + HEAD_SIZE / 2] = rounded(second);
@@ -92,12 +92,14 @@ struct Emit {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    llama_forward(const int* ids, const int* position, const float* frequencies, const u16* keys, const u16* values,
+    llama_forward(const int* ids, const int* position, const float* frequencies, const u16* cached,
                   const u16* embedding, const u16* last_norm, const u16* head, const int* scratch_counters,
-                  PARAMETERS float* logits, u16* fresh_keys, u16* fresh_values, u16* hidden, u16* queries,
-                  u16* attended, u16* activated, float* parts, int batch, int width, int capacity) {
+                  PARAMETERS float* logits, u16* fresh, u16* hidden, u16* queries, u16* attended, u16* activated,
+                  float* parts, int batch, int width, int capacity) {
   extern __shared__ __align__(16) unsigned char shared[];
   __shared__ Layer layers[LAYERS];
+  __shared__ int starts[ROWS];
+  if (threadIdx.x < batch) starts[threadIdx.x] = __ldg(position + threadIdx.x);
   if (threadIdx.x == 0) {
     const Layer table[LAYERS] = {TABLE};
     for (int i = 0; i < LAYERS; ++i) layers[i] = table[i];
@@ -105,7 +107,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   __syncthreads();
   u16* stage = reinterpret_cast<u16*>(shared);
   float* reduction = reinterpret_cast<float*>(shared + STAGE_BYTES);
-  AttentionShared& attention_shared = reinterpret_cast<AttentionShared*>(shared)[threadIdx.x / GROUP_THREADS];
+  AttentionShared& attention_shared = *reinterpret_cast<AttentionShared*>(shared);
   // kept by the host between launches and left as found: barrier, then attention's counters
   u32* counters = reinterpret_cast<u32*>(const_cast<int*>(scratch_counters));
   const int tokens = batch * width;
@@ -121,7 +123,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   float2* rotation = reinterpret_cast<float2*>(shared + STAGE_BYTES + 4 * REDUCTION_FLOATS);
   for (int index = threadIdx.x; index < tokens * (HEAD_SIZE / 2); index += THREADS) {
     const int token = index / (HEAD_SIZE / 2);
-    const float place = static_cast<float>(__ldg(position + token / width) + token % width);
+    const float place = static_cast<float>(starts[token / width] + token % width);
     float sine, cosine;
     sincosf(place * __ldg(frequencies + index % (HEAD_SIZE / 2)), &sine, &cosine);
     rotation[index] = make_float2(cosine, sine);
@@ -132,18 +134,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll 1
   for (int index = 0; index < LAYERS; ++index) {
     const Layer layer = layers[index];
+    const AttentionInputs inputs{starts, queries, cached, fresh, attended, parts, counters + 32, batch, width, capacity,
+                                 ceil_div(capacity, SPLIT_KEYS), index};
 
+    fetch_keys_ahead(inputs);
     if (index == 0)
       stage_normed<HIDDEN>(stage, tokens, layer.input_norm, embedded);
     else
       stage_normed<HIDDEN>(stage, tokens, layer.input_norm, in_stream);
-    const Rotate rotate{layer.bias, rotation, queries, fresh_keys, fresh_values, width, index};
+    const Rotate rotate{layer.bias, rotation, queries, fresh, width, index};
     product<HIDDEN, true>(held, layer.qkv, QKV_TILES, stage, tokens, reduction, RowsInPairs(), rotate);
     fetch_ahead<HEADS * HEAD_SIZE>(layer.output, HIDDEN_TILES);
     grid_barrier(counters);
 
-    attention(attention_shared, {position, queries, keys, values, fresh_keys, fresh_values, attended, parts,
-                                 counters + 32, batch, width, capacity, ceil_div(capacity, SPLIT_KEYS), index});
+    attention(attention_shared, inputs);
     auto held_output = begin<HEADS * HEAD_SIZE>(layer.output, HIDDEN_TILES, InOrder());
     grid_barrier(counters);
 

@@ -72,7 +72,7 @@ __device__ __forceinline__ void multiply(float (&c)[4], u32 a0, u32 a1, u32 a2, 
 
 __device__ __forceinline__ uint4 load_weight(const u16* at) {
   uint4 value;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+  asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];"
                : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
                : "l"(at));
   return value;
@@ -212,14 +212,21 @@ __host__ __device__ constexpr int batch_of(int each) {
   return best;
 }
 
-// How the warps of a group share the inner axis of a product: chunks of 32 in turns, some of them loaded ahead.
+// How the warps of a group share the inner axis of a product: chunks of 32, two neighbours (a line of the cache) at a
+// time in turns; a batch of them is loaded ahead.
 template <int K>
 struct Plan {
   static_assert(K % 32 == 0, "the inner axis goes in chunks of 32");
   static constexpr int CHUNKS = K / 32;
-  static constexpr int BATCH = batch_of(ceil_div(CHUNKS, WARPS));
-  static constexpr int BATCHES = ceil_div(ceil_div(CHUNKS, WARPS), BATCH);
+  // of two neighbours a warp may get both at the ragged end
+  static constexpr int EACH = CHUNKS < 2 * WARPS ? ceil_div(CHUNKS, WARPS) : 2 * ceil_div(CHUNKS, 2 * WARPS);
+  static constexpr int BATCH = batch_of(EACH);
+  static constexpr int BATCHES = ceil_div(EACH, BATCH);
   static constexpr bool RAGGED = BATCHES * BATCH * WARPS != CHUNKS;
+  __device__ __forceinline__ static int chunk(int warp, int turn) {
+    if (CHUNKS < 2 * WARPS) return warp + WARPS * turn;
+    return warp * 2 + turn % 2 + WARPS * 2 * (turn / 2);
+  }
 };
 
 template <int K>
@@ -240,7 +247,7 @@ __device__ __forceinline__ Held<K> begin(const u16* weight, int tiles, RowOf row
   const u16* row = weight + static_cast<size_t>(row_of(tile, at.row)) * K + at.column * 8;
   Held<K> held;
 #pragma unroll
-  for (int u = 0; u < Plan<K>::BATCH; ++u) held.load(u, row, at.warp + WARPS * u);
+  for (int u = 0; u < Plan<K>::BATCH; ++u) held.load(u, row, Plan<K>::chunk(at.warp, u));
   return held;
 }
 
@@ -279,8 +286,8 @@ __device__ __forceinline__ void product(Held<K>& held, const u16* weight, int ti
 #pragma unroll
       for (int u = 0; u < P::BATCH; ++u) {
         const uint4 w = held.words[u];
-        if (!last || more) held.load(u, ahead, at.warp + WARPS * (first + u));
-        const int chunk = at.warp + WARPS * (batch * P::BATCH + u);
+        if (!last || more) held.load(u, ahead, P::chunk(at.warp, first + u));
+        const int chunk = P::chunk(at.warp, batch * P::BATCH + u);
         if (P::RAGGED && chunk >= P::CHUNKS) continue;
 #pragma unroll
         for (int i = 0; i < TOKEN_TILES; ++i) {

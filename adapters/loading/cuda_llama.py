@@ -1,7 +1,6 @@
 """A forward of Llama models for NVIDIA GPUs: one persistent kernel for short windows.
 
-The cache of all layers is one buffer, [B, layers * H, C, D] for keys and one for values, so that a forward writes it
-once. Long windows, as in prefill, take the same weights through plain MLX operations, which are also the kernel's
+The cache of all layers is one buffer, [B, 2 * layers * H, C, D], keys before values, so that a forward writes it once. Long windows, as in prefill, take the same weights through plain MLX operations, which are also the kernel's
 reference. Source of the kernel: cuda_llama.cu, cuda_attention.cu, cuda_forward.cu.
 """
 
@@ -10,16 +9,16 @@ import importlib.resources
 from collections.abc import Sequence
 from pathlib import Path
 
-import attrs
 import mlx.core as mx
 
+from posttrainllm.adapters.loading.fused_llama import fused_llama_forward
 from posttrainllm.adapters.loading.llama import LlamaLayer, LlamaShape, LlamaWeights
 from posttrainllm.adapters.loading.nvrtc import Gpu, compile_cuda
-from posttrainllm.kernel.cache import attention_mask, write_at
+from posttrainllm.kernel.cache import write_at
 from posttrainllm.kernel.forward import Forward
 from posttrainllm.kernel.state import KVCache
 
-__all__ = ["cuda_llama_forward", "plain_llama_forward", "unsupported"]
+__all__ = ["cuda_llama_forward", "one_buffer", "plain_llama_forward", "unsupported"]
 
 _SOURCES = ("cuda_llama.cu", "cuda_attention.cu", "cuda_forward.cu")
 _THREADS = 512
@@ -63,69 +62,45 @@ def _linears(layer: LlamaLayer) -> tuple:
     return (layer.qkv, layer.output, layer.gate_up, layer.down)
 
 
+def one_buffer(shape: LlamaShape) -> tuple[tuple[int, int, int], ...]:
+    """Keys and then values of all layers as one buffer, [B, 2 * layers * H, C, D]; the other of the pair is empty."""
+    return ((2 * shape.layers * shape.kv_heads, shape.head_size, 0),)
+
+
 def plain_llama_forward(weights: LlamaWeights) -> Forward:
-    """The same function in MLX operations, over the same layout of the cache.
+    """The same function in MLX operations: the kernel's reference, and the way of long windows.
 
     Args:
         weights: of the model.
 
     Returns:
-        The pure forward; kv is one pair of [B, layers * H, C, D].
+        The pure forward; kv is as `one_buffer` says.
     """
-    shape = weights.shape
-    wavelengths = mx.array([1.0 / frequency for frequency in shape.rope_frequencies])
-    mx.eval(wavelengths)
+    layers, fused = weights.shape.layers, fused_llama_forward(weights)
 
     def forward(tokens: mx.array, kv: KVCache, position: mx.array) -> tuple[mx.array, KVCache]:
-        ((keys, values),) = kv
-        batch, width = tokens.shape
-        mask = attention_mask(position, width, keys.shape[2])
-        hidden = weights.embedding.weight[tokens]  # [B, W] -> [B, W, N]
-        fresh = []
-
-        def rotated(heads: mx.array) -> mx.array:
-            return mx.fast.rope(
-                heads, shape.head_size, traditional=False, base=None, scale=1.0, offset=position, freqs=wavelengths
-            )
-
-        for index, layer in enumerate(weights.layers):
-            normed = mx.fast.rms_norm(hidden, layer.input_norm, shape.norm_eps)
-            heads = layer.qkv(normed).reshape(batch, width, -1, shape.head_size).transpose(0, 2, 1, 3)
-            queries, new_keys, new_values = mx.split(heads, [shape.heads, shape.heads + shape.kv_heads], axis=1)
-            queries, new_keys = rotated(queries), rotated(new_keys)
-            fresh.append((new_keys, new_values))
-            own = slice(index * shape.kv_heads, (index + 1) * shape.kv_heads)
-            attended = mx.fast.scaled_dot_product_attention(
-                queries,
-                write_at(keys[:, own], new_keys, position),
-                write_at(values[:, own], new_values, position),
-                scale=shape.head_size**-0.5,
-                mask=mask,
-            )
-            hidden = hidden + layer.output(attended.transpose(0, 2, 1, 3).reshape(batch, width, -1))
-            normed = mx.fast.rms_norm(hidden, layer.mlp_norm, shape.norm_eps)
-            gate, up = mx.split(layer.gate_up(normed), 2, axis=-1)
-            hidden = hidden + layer.down(gate * mx.sigmoid(gate) * up)
-        logits = weights.head(mx.fast.rms_norm(hidden, weights.norm, shape.norm_eps))
-        written = [
-            write_at(buffer, mx.concatenate(list(new), axis=1), position)
-            for buffer, new in zip((keys, values), zip(*fresh, strict=True), strict=True)
-        ]
-        return logits, ((written[0], written[1]),)
+        ((cached, empty),) = kv
+        planes = mx.split(cached, 2 * layers, axis=1)
+        logits, written = fused(tokens, tuple(zip(planes[:layers], planes[layers:], strict=True)), position)
+        keys, values = zip(*written, strict=True)
+        return logits, ((mx.concatenate([*keys, *values], axis=1), empty),)
 
     return forward
 
 
-def cuda_llama_forward(weights: LlamaWeights, device: Gpu, folder: Path) -> Forward:
+def cuda_llama_forward(weights: LlamaWeights, device: Gpu, folder: Path | None) -> Forward:
     """The forward through the kernel where the window is short, through `plain_llama_forward` where it is long.
 
     Args:
         weights: of a model for which `unsupported` returns None.
         device: the GPU.
-        folder: where compiled kernels are kept.
+        folder: where compiled kernels are kept; None keeps none.
 
     Returns:
         The pure forward; logits are float32 from the kernel, of the weights' dtype from the plain one.
+
+    Raises:
+        BackendError: the kernel cannot be compiled here.
     """
     shape, plain = weights.shape, plain_llama_forward(weights)
     frequencies = mx.array(shape.rope_frequencies, dtype=mx.float32)
@@ -135,43 +110,42 @@ def cuda_llama_forward(weights: LlamaWeights, device: Gpu, folder: Path) -> Forw
     arrays = [frequencies, weights.embedding.weight, weights.norm, weights.head.weight, counters]
     layers = [array for layer in weights.layers for array in _arrays(layer)]
     build = functools.cache(functools.partial(_kernel, weights, device, folder))
+    build(_rows_for(1, shape, device), _split_keys(1))  # said now, not in the middle of a request
 
     def forward(tokens: mx.array, kv: KVCache, position: mx.array) -> tuple[mx.array, KVCache]:
         batch, width = tokens.shape
         rows = _rows_for(batch * width, shape, device)
         if rows is None:
             return plain(tokens, kv, position)
-        ((keys, values),) = kv
-        capacity = keys.shape[2]
+        ((cached, empty),) = kv
+        capacity = cached.shape[2]
         split = _split_keys(capacity)
         query_tiles = batch * shape.kv_heads * -(-shape.heads // shape.kv_heads * width // 16)
         if query_tiles > _COUNTERS - _BARRIER_COUNTERS:
             return plain(tokens, kv, position)
         parts = query_tiles * -(-capacity // split) * 16 * (shape.head_size + 2) if capacity > split else 1
-        count, dtype = batch * width, keys.dtype
-        window = (batch, keys.shape[1], width, shape.head_size)
-        logits, new_keys, new_values, *_ = mx.fast.precompiled_cuda_kernel(
+        count, dtype = batch * width, cached.dtype
+        logits, fresh, *_ = mx.fast.precompiled_cuda_kernel(
             name="llama_forward",
             compiled_source=build(rows, split),
-            inputs=[tokens, position, arrays[0], keys, values, *arrays[1:], *layers],
+            inputs=[tokens, position, arrays[0], cached, *arrays[1:], *layers],
             output_shapes=[
                 (batch, width, shape.vocab_size),
-                window,
-                window,
+                (batch, cached.shape[1], width, shape.head_size),
                 (count, shape.hidden),
                 (count, shape.heads * shape.head_size),
                 (count, shape.heads * shape.head_size),
                 (count, shape.mlp),
                 (parts,),
             ],
-            output_dtypes=[mx.float32, *[dtype] * 6, mx.float32],
+            output_dtypes=[mx.float32, *[dtype] * 5, mx.float32],
             scalars=[batch, width, capacity],
             grid=(device.multiprocessors * _THREADS, 1, 1),
             threadgroup=(_THREADS, 1, 1),
             shared_memory=_shared_bytes(shape, device),
             ensure_row_contiguous=True,
         )
-        return logits, ((write_at(keys, new_keys, position), write_at(values, new_values, position)),)
+        return logits, ((write_at(cached, fresh, position), empty),)
 
     return forward
 
@@ -196,7 +170,7 @@ def _arrays(layer: LlamaLayer) -> Sequence[mx.array]:
 
 def _shared_bytes(shape: LlamaShape, device: Gpu) -> int:
     """Dynamic shared memory: all that the table of layers (7 pointers each) and a few sums leave."""
-    return (device.shared_bytes - shape.layers * 56 - 2048) // 128 * 128
+    return (device.shared_bytes - shape.layers * 56 - 3072) // 128 * 128
 
 
 def _rows_for(tokens: int, shape: LlamaShape, device: Gpu) -> int | None:
@@ -208,7 +182,7 @@ def _rows_for(tokens: int, shape: LlamaShape, device: Gpu) -> int | None:
     return rows if rows <= _MOST_ROWS and sums + inputs + angles <= _shared_bytes(shape, device) else None
 
 
-def _kernel(weights: LlamaWeights, device: Gpu, folder: Path, rows: int, split: int) -> bytes:
+def _kernel(weights: LlamaWeights, device: Gpu, folder: Path | None, rows: int, split: int) -> bytes:
     shape, bias = weights.shape, weights.layers[0].qkv.bias is not None
     names = ["norm", "qkv", *(["bias"] if bias else []), "output", "mlp_norm", "gate_up", "down"]
     parameters = "".join(f"const u16* {name}_{index}, " for index in range(shape.layers) for name in names)
@@ -216,22 +190,25 @@ def _kernel(weights: LlamaWeights, device: Gpu, folder: Path, rows: int, split: 
         "{" + ", ".join(f"{name}_{index}" if name in names else "nullptr" for name in _FIELDS) + "}"
         for index in range(shape.layers)
     )
-    defined = attrs.asdict(shape) | {
-        "hidden": shape.hidden,
-        "eps": f"{shape.norm_eps!r}f",
-        "half_is_bf16": int(weights.norm.dtype == mx.bfloat16),
-        "has_bias": int(bias),
-        "rows": rows,
-        "split_keys": split,
-        "shared_bytes": _shared_bytes(shape, device),
-        "parameters": parameters,
-        "table": table,
-        "vocab": shape.vocab_size,
+    defined = {
+        "LAYERS": shape.layers,
+        "HIDDEN": shape.hidden,
+        "HEADS": shape.heads,
+        "KV_HEADS": shape.kv_heads,
+        "HEAD_SIZE": shape.head_size,
+        "MLP": shape.mlp,
+        "VOCAB": shape.vocab_size,
+        "EPS": f"{shape.norm_eps!r}f",
+        "HALF_IS_BF16": int(weights.norm.dtype == mx.bfloat16),
+        "HAS_BIAS": int(bias),
+        "ROWS": rows,
+        "SPLIT_KEYS": split,
+        "SHARED_BYTES": _shared_bytes(shape, device),
+        "PARAMETERS": parameters,
+        "TABLE": table,
     }
-    for name in ("rope_frequencies", "norm_eps", "vocab_size"):
-        defined.pop(name)
     folder_of_sources = importlib.resources.files("posttrainllm.adapters.loading")
-    lines = [f"#define {name.upper()} {value}" for name, value in defined.items()]
+    lines = [f"#define {name} {value}" for name, value in defined.items()]
     source = "\n".join([*lines, *((folder_of_sources / name).read_text(encoding="utf-8") for name in _SOURCES)])
     return compile_cuda(source, [f"--gpu-architecture=sm_{device.major}{device.minor}a", "-std=c++17"], folder)
 

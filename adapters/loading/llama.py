@@ -82,6 +82,22 @@ class Linear:
             mode=self.mode,
         )
 
+    def part(self, start: int, stop: int) -> "Linear":
+        """The product with some rows of the matrix, [..., in] to [..., stop - start]; they are not copied."""
+
+        def rows(array: mx.array | None) -> mx.array | None:
+            return None if array is None else array[start:stop]
+
+        part = attrs.evolve(
+            self,
+            weight=self.weight[start:stop],
+            bias=rows(self.bias),
+            scales=rows(self.scales),
+            biases=rows(self.biases),
+        )
+        mx.eval(part.arrays)
+        return part
+
     @property
     def arrays(self) -> tuple[mx.array, ...]:
         """All that it holds."""

@@ -3,7 +3,6 @@
 import ctypes
 import functools
 import hashlib
-import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -48,13 +47,13 @@ def gpu() -> Gpu | None:
     return Gpu(multiprocessors=found[0], major=found[1], minor=found[2], shared_bytes=found[3])
 
 
-def compile_cuda(source: str, options: Sequence[str], folder: Path) -> bytes:
+def compile_cuda(source: str, options: Sequence[str], folder: Path | None) -> bytes:
     """Compile, or take what an earlier process compiled from the same source.
 
     Args:
         source: one translation unit without includes.
         options: of NVRTC.
-        folder: where results are kept; made when missing, passed by when it cannot be written.
+        folder: where results are kept; made when missing, passed by when it cannot be written. None keeps none.
 
     Returns:
         The cubin.
@@ -66,6 +65,8 @@ def compile_cuda(source: str, options: Sequence[str], folder: Path) -> bytes:
     major, minor = ctypes.c_int(), ctypes.c_int()
     nvrtc.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
     key = "\0".join([source, *options, f"{major.value}.{minor.value}"])
+    if folder is None:
+        return _compile(nvrtc, source, options)
     kept = folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.cubin"
     try:
         return kept.read_bytes()
@@ -81,7 +82,7 @@ def _keep(path: Path, content: bytes) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as stream:
             stream.write(content)
-        os.replace(stream.name, path)
+        Path(stream.name).replace(path)
     except OSError:
         return
 

@@ -1,0 +1,132 @@
+"""Attention that looks at the slots in use alone, and steps that leave out what no row needs: faster, the same bits."""
+
+import attrs
+import mlx.core as mx
+import numpy as np
+import pytest
+from support import decode, fused_weights, make_sampling, make_state, tiny_config, tiny_module, tiny_pair
+
+from posttrainllm.adapters.engine import Engine, live_slots
+from posttrainllm.adapters.loading.cpu_llama import cpu_llama_forward
+from posttrainllm.adapters.loading.variants import model_from_weights
+from posttrainllm.adapters.rows import RowRequest, needed_rules
+from posttrainllm.kernel.config import StepConfig
+from posttrainllm.kernel.draft import Draft
+from posttrainllm.kernel.forward import BoundedForward
+from posttrainllm.kernel.pure_step import compile_forward, compile_step
+
+
+def unbounded(pair):
+    """The same models, whose forwards always look at the whole capacity."""
+
+    def plain(model):
+        return attrs.evolve(model, forward=lambda tokens, kv, position: model.forward(tokens, kv, position))
+
+    return attrs.evolve(pair, target=plain(pair.target), draft=plain(pair.draft))
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("width", [1, 5, 64])
+def test_slots_behind_the_windows_change_no_bit(width, dtype, compiled):
+    """Whatever stands in them: here finite values that would win every maximum."""
+    config = tiny_config()
+    weights = fused_weights(tiny_module(config, seed=3, dtype=getattr(mx, dtype)), config, dtype)
+    model = model_from_weights(weights, name="tiny", dtype=dtype, context=512)
+    forward = cpu_llama_forward(weights)
+    generator = np.random.default_rng(1)
+    kv = tuple(
+        tuple(mx.array(generator.normal(size=array.shape) * 30).astype(array.dtype) for array in layer)
+        for layer in model.make_kv(2, 640)
+    )
+    tokens = mx.array(generator.integers(0, 4096, (2, width)), dtype=mx.int32)
+    position = mx.array([123, 64], dtype=mx.int32)
+    logits, written = compile_forward(forward, compiled=compiled)(tokens, kv, position)
+    for live in (123 + width, 200, 256, 257, 639):
+        other, also_written = compile_forward(forward.within(live), compiled=compiled)(tokens, kv, position)
+        assert mx.array_equal(logits, other), live
+        for layer, also in zip(written, also_written, strict=True):
+            assert all(mx.array_equal(one, two) for one, two in zip(layer, also, strict=True))
+
+
+@pytest.mark.parametrize(("temperature", "coupled"), [(0.0, False), (1.0, False), (1.0, True)])
+def test_rows_that_outgrow_their_bucket_decode_as_if_there_were_none(embedded_pair, temperature, coupled):
+    """Two rows of different lengths; the longer passes 256 and then 512, by steps of 1 to 5 ids in flight."""
+    if not isinstance(embedded_pair.target.forward, BoundedForward):
+        pytest.skip("the forward in use here always looks at all slots")
+    prompts = [[7 * place % 4000 + 5 for place in range(length)] for length in (243, 64)]
+
+    def steps(pair):
+        engine = Engine(pair, rows=2, capacity=640, width=5, diagnostics=True)
+        for row, prompt in enumerate(prompts):
+            limit = len(prompt) + 290
+            engine.insert(
+                row,
+                RowRequest(prompt=prompt, limit=limit, draft_k=4, seed=row, temperature=temperature, coupled=coupled),
+            )
+        seen = []
+        for _ in range(60 if temperature else 80):
+            seen.append({row: (step.tokens, step.margins, step.window) for row, step in engine.step().items()})
+        return seen
+
+    bounded_steps, whole = steps(embedded_pair), steps(unbounded(embedded_pair))
+    assert bounded_steps == whole
+    assert 243 + sum(len(step[0][0]) for step in whole) > 256 + 5
+
+
+@pytest.mark.parametrize(
+    ("length", "capacity", "expected"),
+    [(1, 256, None), (1, 512, 256), (256, 512, 256), (257, 512, None), (257, 1280, 512), (1025, 1280, None)],
+)
+def test_a_bucket_holds_the_length_and_is_smaller_than_the_capacity(length, capacity, expected):
+    assert live_slots(length, capacity) == expected
+
+
+@pytest.mark.parametrize(("rules", "coupled"), [("leviathan", False), ("coupled", True)])
+@pytest.mark.parametrize("mode", ["sampled", "filtered"])
+def test_the_rule_that_is_left_out_changes_no_row_of_the_other(rules, coupled, mode):
+    """Rows at temperatures, one greedy, one that does not speculate; what is emitted and proposed is the same."""
+    pair = tiny_pair(draft="noisy")
+    draft = Draft(forward=pair.draft.forward, vocab_size=pair.draft.vocab_size, context=pair.draft.context)
+    top_k = 20 if mode == "filtered" else 0
+    sampling = make_sampling(4, temperature=[1.0, 0.7, 0.0, 1.3], coupled=coupled, draft_k=[3, 3, 3, 0], top_k=top_k)
+    seen = {}
+    for chosen in ("both", rules):
+        config = StepConfig(width=4, vocab_size=pair.vocab_size, mode=mode, rules=chosen)
+        step = compile_step(config, pair.target.forward, draft)
+        kv = [model.make_kv(4, 64) for model in (pair.target, pair.draft)]
+        state = make_state([[9, 8, 7], [1], [3, 4], [2, 2]], limit=60, capacity=64, target_kv=kv[0], draft_kv=kv[1])
+        seen[chosen] = []
+        for _ in range(12):
+            state, output = step(state, sampling)
+            seen[chosen].append((output.tokens.tolist(), output.proposals.tolist(), output.accepted.tolist()))
+    assert seen["both"] == seen[rules]
+    accepted = [row for step in seen["both"] for row in step[2][:2]]
+    assert 0 < sum(accepted) < 3 * len(accepted)  # refusals and acceptances were both seen
+
+
+def test_an_engine_asks_for_the_rules_that_its_rows_have():
+    def row(**options):
+        return RowRequest(prompt=[1], limit=3, **options)
+
+    assert needed_rules([None, row()]) == "both"
+    assert needed_rules([row(temperature=1.0), row(), None]) == "leviathan"
+    assert needed_rules([row(temperature=1.0, coupled=True), row(coupled=False)]) == "coupled"
+    assert needed_rules([row(temperature=1.0), row(temperature=0.5, coupled=True)]) == "both"
+
+
+def test_rows_of_both_rules_decode_together_as_they_do_alone():
+    pair = tiny_pair(draft="noisy")
+    options = {"temperature": 0.9, "draft_k": 3}
+    alone = [
+        decode(pair, [[5, 6, 7]], width=4, count=24, seeds=[seed], coupled=coupled, engine=None, **options)[0]
+        for seed, coupled in ((0, False), (1, True))
+    ]
+    engine = Engine(pair, rows=2, capacity=256, width=4)
+    for row, coupled in ((0, False), (1, True)):
+        engine.insert(row, RowRequest(prompt=[5, 6, 7], limit=27, seed=row, coupled=coupled, **options))
+    together = [[], []]
+    while any(len(ids) < 24 for ids in together):
+        for row, step in engine.step().items():
+            together[row].extend(step.tokens)
+    assert together == alone

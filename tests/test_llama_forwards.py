@@ -124,8 +124,10 @@ def test_the_cpus_own_is_taken_where_it_was_measured_to_pay(changes, machine, va
     assert model_from_weights(weights, name="tiny", dtype="float32", context=512).variant == variant
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["llama", "qwen3", "4-bit qwen2"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("llama", "float32"), ("llama", "bfloat16"), ("qwen3", "float32"), ("4-bit qwen2", "float32")],
+)
 @pytest.mark.parametrize("variant", FORWARDS)
 def test_greedy_output_equals_the_reference_whatever_the_other_rows_hold(variant, name, dtype):
     """Invariant I2 with each forward as the target's, drafted for by a random model and by itself."""

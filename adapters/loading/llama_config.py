@@ -17,6 +17,8 @@ __all__ = ["LlamaConfig", "lifted_rope", "read_config"]
 
 _FAMILIES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}  # as mlx-lm maps them
 _THETA = {"llama": 10000.0, "qwen2": 1000000.0, "qwen3": None}  # what mlx-lm takes where the config has none
+_FULL = "full_attention"
+_LARGEST_HEAD = 2**16  # beyond it a config is no model's, and its table of frequencies would fill the memory
 # settings that change what is computed and that our forwards do not know
 _FOREIGN = ("model_file", "quantize_activations", "rope_traditional", "use_sliding_window")
 
@@ -105,7 +107,9 @@ def _shape(config: Mapping[str, Any], family: str) -> LlamaShape | None:
     if family == "qwen2" or (family == "llama" and head_size is None):
         head_size = hidden // heads
     eps = _number(config.get("rms_norm_eps"))
-    if type(head_size) is not int or head_size < 2 or head_size % 2 or heads % kv_heads or eps is None:
+    if type(head_size) is not int or not 2 <= head_size <= _LARGEST_HEAD or head_size % 2:
+        return None
+    if heads % kv_heads or eps is None:
         return None
     rope = _rope(config, family, head_size)
     if rope is None:
@@ -126,7 +130,8 @@ def _shape(config: Mapping[str, Any], family: str) -> LlamaShape | None:
 
 def _full_attention(config: Mapping[str, Any], layers: int) -> bool:
     """Whether every layer attends to all positions. A `sliding_window` alone is not heeded by mlx-lm's modules."""
-    return config.get("layer_types") in (None, ["full_attention"] * layers)
+    types = config.get("layer_types")
+    return types is None or (isinstance(types, list) and len(types) == layers and set(map(str, types)) == {_FULL})
 
 
 def _number(value: Any) -> float | None:

@@ -232,6 +232,8 @@ def test_a_model_of_another_kind_is_left_to_mlx_lm(name, tmp_path):
         {"model_file": "code.py"},
         {"quantization_config": {"quant_method": "awq"}},
         {"quantization": [4]},
+        {"quantization": {}},
+        {"text_config": {}},
         {"layer_types": ["full_attention"]},
     ],
     ids=str,

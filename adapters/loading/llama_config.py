@@ -49,12 +49,12 @@ def read_config(config: Mapping[str, Any]) -> LlamaConfig | None:
         The description; None where the model is another one, or where a value is missing or not what is expected.
     """
     family = _FAMILIES.get(str(config.get("model_type")))
-    if family is None or any(config.get(name) for name in _FOREIGN):
+    if family is None or any(config.get(name) for name in _FOREIGN) or config.get("text_config") is not None:
         return None
     if config.get("hidden_act", "silu") not in ("silu", "swish") or config.get("partial_rotary_factor", 1) != 1:
         return None
     quantization = config.get("quantization")
-    if not (quantization is None or isinstance(quantization, dict)):
+    if not (quantization is None or _is_packing(quantization)):
         return None
     if quantization is None and config.get("quantization_config"):
         return None  # another library's packing
@@ -132,6 +132,10 @@ def _full_attention(config: Mapping[str, Any], layers: int) -> bool:
     """Whether every layer attends to all positions. A `sliding_window` alone is not heeded by mlx-lm's modules."""
     types = config.get("layer_types")
     return types is None or (isinstance(types, list) and len(types) == layers and set(map(str, types)) == {_FULL})
+
+
+def _is_packing(value: Any) -> bool:
+    return isinstance(value, dict) and all(type(value.get(name)) is int for name in ("group_size", "bits"))
 
 
 def _number(value: Any) -> float | None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import attrs
 import click
 
 from posttrainllm.adapters.gate.prompts import read_prompts
@@ -50,7 +51,8 @@ def gate(*, strict: bool, report: bool, as_json: bool, **options: Any) -> None:
         click.echo(json.dumps({"cached": cached, "key": key, **result.to_dict()}, ensure_ascii=False))
     else:
         click.echo("\n".join(bug_report(result, key) if report else summary(result, key, cached=cached)))
-    if result.verdict == "broken" or (strict and result.verdict != "identical"):
+    wrong = result.forward is not None and not result.forward.holds
+    if wrong or result.verdict == "broken" or (strict and result.verdict != "identical"):
         sys.exit(FAILED)
 
 
@@ -96,6 +98,7 @@ def checked(
     with _progress_bar() as advance:
         pair = load_pair(model, draft_model, dtype=dtype, forward=forward)
         from posttrainllm.adapters.gate.cache import gate_key, read_result, trace_file, write_result
+        from posttrainllm.adapters.gate.forwards import compare_with_module
         from posttrainllm.adapters.gate.plan import plan
         from posttrainllm.adapters.gate.run import run_gate
 
@@ -105,6 +108,8 @@ def checked(
         if found is not None:
             return found, key, True
         result = run_gate(pair, planned, progress=advance, trace_file=trace_file(key))
+        check = compare_with_module(pair, [request.prompt for request in planned.requests], planned.shape)
+        result = attrs.evolve(result, forward=check)
     problem = write_result(key, result)
     if problem is not None:
         click.echo(f"warning: the verdict is not kept: {problem}", err=True)

@@ -56,7 +56,9 @@ class FastBackend:
 
     def encode(self, text: str, *, add_special_tokens: bool = True, verbose: bool = True) -> list[int]:
         """Ids of a text; nothing is cut, and nothing is said of its length."""
-        return list(self.core.encode(text, add_special_tokens=add_special_tokens).ids)
+        # of a batch, since that alone lets other threads run meanwhile: a server encodes beside its event loop
+        (encoding,) = self.core.encode_batch([text], add_special_tokens=add_special_tokens)
+        return list(encoding.ids)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Text of ids."""

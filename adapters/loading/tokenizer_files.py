@@ -14,6 +14,7 @@ All of this has to hold, or transformers is asked:
 
 import json
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import attrs
@@ -81,7 +82,7 @@ def read_tokenizer_files(checkpoint: Checkpoint) -> TokenizerFiles | None:
         config |= read_json(legacy)
     try:
         _check_settings(config)
-        core = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+        core = _parsed((path / "tokenizer.json").read_text(encoding="utf-8"))
         built = _check_class(str(config.get("tokenizer_class")), str(family), core)
         special = _special_tokens(config, _QWEN_TOKENS if built else {})
         _check_added(config, core, special, complete=built)
@@ -91,6 +92,12 @@ def read_tokenizer_files(checkpoint: Checkpoint) -> TokenizerFiles | None:
     except _OtherError:
         return None
     return TokenizerFiles(core=core, special_tokens=special, chat_template=template)
+
+
+@lru_cache(maxsize=2)  # a draft's is mostly its target's, and large ones take half a second
+def _parsed(text: str) -> tokenizers.Tokenizer:
+    """The tokenizer of a tokenizer.json; nothing changes it, so that two models may share it."""
+    return tokenizers.Tokenizer.from_str(text)
 
 
 def _check_settings(config: Mapping[str, Any]) -> None:

@@ -21,6 +21,7 @@ def load(
     draft_model: str | Path | None = None,
     speculate: bool = True,
     dtype: str = "auto",
+    forward: str = "auto",
 ) -> Pair:
     """Load a target and a draft.
 
@@ -31,6 +32,7 @@ def load(
         draft_model: directory of the draft; its tokenizer must agree with the target's.
         speculate: False loads no draft.
         dtype: "auto", "float32", "float16" or "bfloat16", for both models.
+        forward: "auto" takes a forward of our own for Llama-shaped models, "module" mlx-lm's module for all.
 
     Returns:
         The pair, to pass to `stream` and `generate`.
@@ -38,7 +40,7 @@ def load(
     Raises:
         PosttrainllmError: see `posttrainllm.kernel.errors`.
     """
-    return load_pair(model, draft_model, speculate=speculate, dtype=dtype)
+    return load_pair(model, draft_model, speculate=speculate, dtype=dtype, forward=forward)
 
 
 def stream(

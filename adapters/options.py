@@ -6,7 +6,7 @@ from typing import Any, TypeVar, get_args
 
 import click
 
-from posttrainllm.adapters.loading.pair import DTYPES
+from posttrainllm.adapters.loading.pair import DTYPES, FORWARDS
 from posttrainllm.adapters.params import MAX_DRAFT_K, AcceptRule, check_width, is_text
 from posttrainllm.kernel.errors import UsageError
 
@@ -26,7 +26,7 @@ __all__ = [
 _RESERVED = {
     *("add_generation_prompt", "chat_template", "continue_final_message", "conversation", "messages", "padding"),
     *("return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenize", "tokenizer_kwargs", "truncation"),
-    *("documents", "max_length", "tools"),
+    *("conversations", "documents", "max_length", "sanitize_control_tokens", "tools"),
 }
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -41,7 +41,7 @@ def _together(*options: Callable[[Any], Any]) -> Callable[[_Command], _Command]:
 
 
 def model_options(*, envvar: str | None = None) -> Callable[[_Command], _Command]:
-    """MODEL, --draft-model and --dtype.
+    """MODEL, --draft-model, --dtype and --forward.
 
     Args:
         envvar: variable that MODEL is taken from where it is not given; None for none.
@@ -62,6 +62,13 @@ def model_options(*, envvar: str | None = None) -> Callable[[_Command], _Command
             default="auto",
             show_default=True,
             help="Type of the weights. auto: the checkpoint's, or float32 where that is faster on a CPU.",
+        ),
+        click.option(
+            "--forward",
+            type=click.Choice(FORWARDS),
+            default="auto",
+            show_default=True,
+            help="What computes the models. auto: our own forward for Llama-shaped ones; module: mlx-lm's for all.",
         ),
     )
 

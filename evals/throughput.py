@@ -4,6 +4,7 @@ The workload: prompts of 64 tokens, all different, 128 tokens generated, greedy,
 twice. The prompt, the first step and a whole warm-up stand outside the clock; contenders take turns on every prompt.
 """
 
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -12,10 +13,12 @@ from typing import Any
 import click
 
 from posttrainllm.adapters.cli import cli
-from posttrainllm.adapters.loading.pair import load_pair
+from posttrainllm.adapters.loading.pair import Pair, load_pair
 from posttrainllm.adapters.loading.tokenizer import Tokenizer
 from posttrainllm.adapters.options import check_draft_k, model_options
 from posttrainllm.evals.accept_rate import HELD_OUT, read_prompts
+from posttrainllm.evals.bench.extras import Extras, extra_options, extras_from
+from posttrainllm.evals.bench.shapes import shapes_on_disk
 from posttrainllm.kernel.errors import CapacityError, UsageError
 
 __all__ = ["bench", "choose_prompts", "run"]
@@ -31,6 +34,7 @@ _FAILED = 3  # exit status: a row's output is not the reference's
 @click.option("--max-tokens", default=128, show_default=True, help="Tokens generated for each.")
 @click.option("--prompts-file", metavar="FILE", help='JSON lines with a "text". Default: 40 from held-out packages.')
 @click.option("--no-mlx-lm", is_flag=True, help="Leave mlx-lm's own loops out.")
+@extra_options
 @click.option("--plot", metavar="FILE.png", help="Draw speed and acceptance against K (needs matplotlib).")
 @click.option("--json", "as_json", is_flag=True, help="Print the JSON line alone.")
 def bench(*, draft_k: str, plot: str | None, as_json: bool, **options: Any) -> None:
@@ -48,9 +52,11 @@ def bench(*, draft_k: str, plot: str | None, as_json: bool, **options: Any) -> N
         target = check_plot(plot)
     result = run(draft_ks=ks, quiet=as_json, **options)
     if not as_json:
+        from posttrainllm.evals.bench.batch import format_batch
+        from posttrainllm.evals.bench.floors import format_ratios
         from posttrainllm.evals.bench.summary import format_table
 
-        for line in format_table(result["rows"]):
+        for line in (*format_table(result["rows"]), *format_batch(result), *format_ratios(result["ratios"])):
             click.echo(line)
         click.echo(_setting_line(result))
     click.echo(json.dumps(result, ensure_ascii=False))
@@ -67,13 +73,16 @@ def run(
     model: str | None = None,
     draft_model: str | None = None,
     dtype: str = "auto",
+    forward: str = "auto",
     draft_ks: list[int],
     repeats: int = 8,
     prompt_tokens: int = 64,
     max_tokens: int = 128,
     prompts_file: str | None = None,
     no_mlx_lm: bool = False,
+    shapes: str | None = None,
     quiet: bool = False,
+    **extras: Any,
 ) -> dict[str, Any]:
     """Load the pair and measure it.
 
@@ -81,13 +90,16 @@ def run(
         model: as `sample` takes it.
         draft_model: the same.
         dtype: the same.
+        forward: the same.
         draft_ks: K of each speculative row.
         repeats: prompts measured.
         prompt_tokens: of each.
         max_tokens: generated for each, more than the largest K + 1.
         prompts_file: JSON lines with a "text"; None for the held-out ones.
         no_mlx_lm: whether to leave mlx-lm's loops out.
+        shapes: of random weights to be written and measured in place of a model; None for none.
         quiet: whether to show no progress.
+        extras: the other arguments of `extras_from`.
 
     Returns:
         What the JSON line holds.
@@ -96,6 +108,7 @@ def run(
         UsageError: an option is out of range, or there are too few prompts.
         CapacityError: prompt and reply do not fit the context.
         LoadError: see `load_pair`.
+        PosttrainllmError: another engine's process cannot take part.
     """
     # a first step may emit K + 1 tokens, and something has to be left for the clock
     least = max(draft_ks) + 2
@@ -106,8 +119,29 @@ def run(
     ):
         if got < wanted:
             raise UsageError(f"--{name}: got {got}, expected {wanted} or more")
+    wanted_extras = extras_from(shapes=shapes, repeats=repeats, **extras)
     texts = read_prompts(Path(prompts_file) if prompts_file is not None else HELD_OUT)
-    pair = load_pair(model, draft_model, dtype=dtype)
+    with contextlib.ExitStack() as stack:
+        if shapes is not None:
+            model, draft_model = shapes_on_disk(shapes, model, draft_model, stack)
+        pair = load_pair(model, draft_model, dtype=dtype, forward=forward)
+        asked = [f"--{name.replace('_', '-')}" for name in ("accept_rate", "rows", "sampled") if extras.get(name)]
+        if asked and pair.draft is None:
+            raise UsageError(f"{asked[0]}: got no draft model, expected one")
+        return _measure(pair, texts, draft_ks, repeats, prompt_tokens, max_tokens, wanted_extras, no_mlx_lm, quiet)
+
+
+def _measure(
+    pair: Pair,
+    texts: list[tuple[str, str]],
+    draft_ks: list[int],
+    repeats: int,
+    prompt_tokens: int,
+    max_tokens: int,
+    extras: Extras,
+    no_mlx_lm: bool,
+    quiet: bool,
+) -> dict[str, Any]:
     length = prompt_tokens + max_tokens
     if length > pair.target.context:
         raise CapacityError(
@@ -117,7 +151,7 @@ def run(
     prompts = choose_prompts(pair.tokenizer, texts, prompt_tokens, repeats + 1)
     from posttrainllm.evals.bench.workload import measure_pair
 
-    return measure_pair(pair, prompts, draft_ks, max_tokens, mlx_lm=not no_mlx_lm, quiet=quiet)
+    return measure_pair(pair, prompts, draft_ks, max_tokens, mlx_lm=not no_mlx_lm, quiet=quiet, extras=extras)
 
 
 def choose_prompts(
@@ -162,11 +196,12 @@ def _title(result: dict[str, Any]) -> str:
 
 
 def _setting_line(result: dict[str, Any]) -> str:
-    others = result["others_cpu"]
+    others, simulated = result["others_cpu"], result["simulated"]
     return (
         f"\n{_title(result)}, T=0, {result['prompt_tokens']} + {result['max_tokens']} tokens, "
         f"{result['repeats']} prompts, C={result['capacity']}, MLX {result['versions']['mlx']}, BLAS {result['blas']}"
         + ("" if others is None else f"; others used {others:.0%} of the CPUs meanwhile")
+        + ("" if simulated is None else f"; simulated accept rate {simulated['accept_rate']:g} a position")
     )
 
 

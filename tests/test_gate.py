@@ -431,6 +431,7 @@ KEY = {
     "rows": 16,
     "capacity": 256,
     "dtype": {"target": "float32", "draft": "float32"},
+    "variant": {"target": "module", "draft": "module"},
     "device": ["cpu", "a processor"],
     "versions": {"posttrainllm": "0", "mlx": "1", "mlx-lm": "2"},
     "blas": "a BLAS",

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from mlx import nn
 from mlx_lm.utils import _get_classes
-from support import fused_weights, random_weights, tiny_config, tiny_module
+from support import decode, fused_weights, random_weights, tiny_config, tiny_module, tiny_pair, without_draft
 
 from posttrainllm.adapters.loading import variants
 from posttrainllm.adapters.loading.cpu_llama import cpu_llama_forward
@@ -122,3 +122,22 @@ def test_the_cpus_own_is_taken_where_it_was_measured_to_pay(changes, machine, va
     config = tiny_config()
     weights = fused_weights(tiny_module(config, seed=1), config)
     assert model_from_weights(weights, name="tiny", dtype="float32", context=512).variant == variant
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("llama", "float32"), ("llama", "bfloat16"), ("qwen3", "float32"), ("4-bit qwen2", "float32")],
+)
+@pytest.mark.parametrize("variant", FORWARDS)
+def test_greedy_output_equals_the_reference_whatever_the_other_rows_hold(variant, name, dtype):
+    """Invariant I2 with each forward as the target's, drafted for by a random model and by itself."""
+    module, config = module_of(name, dtype)
+    weights = fused_weights(module, config, dtype)
+    target = model_from_weights(weights, name="tiny", dtype=dtype, context=512)
+    target = attrs.evolve(target, forward=FORWARDS[variant](weights), variant=variant)
+    random_draft = tiny_pair(dtype=dtype, vocab=target.vocab_size)
+    prompts = ([3], [4, 5, 6, 7], [8, 9] * 20)
+    for pair in (attrs.evolve(random_draft, target=target), attrs.evolve(random_draft, target=target, draft=target)):
+        ids = decode(pair, prompts, width=5, count=24)
+        assert ids == decode(without_draft(pair), prompts, width=5, count=24)
+        assert ids[2] == decode(pair, ([11, 12], [13], prompts[2]), width=5, count=24)[2]

@@ -84,6 +84,36 @@ def test_an_unknown_dtype_is_a_usage_error():
         load_pair(dtype="int3")
 
 
+def test_an_unknown_forward_is_a_usage_error():
+    with pytest.raises(UsageError, match="forward: got 'mine', expected one of auto, module"):
+        load_pair(forward="mine")
+
+
+def test_a_switch_takes_mlx_lms_module_for_all(tiny_checkpoint):
+    ours, theirs = load_pair(tiny_checkpoint), load_pair(tiny_checkpoint, forward="module")
+    assert (ours.target.variant == "module", theirs.target.variant) == (False, "module")
+    for name in ("vocab_size", "context", "kv_shapes", "kv_dtype", "windows", "family", "weight_bytes"):
+        assert getattr(ours.target, name) == getattr(theirs.target, name), name
+    logits = [
+        pair.target.forward(
+            mx.array([[5, 6, 7]], dtype=mx.int32), pair.target.make_kv(1, 64), mx.array([0], dtype=mx.int32)
+        )[0]
+        for pair in (ours, theirs)
+    ]
+    assert mx.allclose(*logits, rtol=1e-4, atol=1e-4)
+
+
+def test_mlx_lms_module_is_loaded_once_when_it_is_asked_for(tiny_checkpoint, monkeypatch):
+    from posttrainllm.adapters.loading import variants
+
+    loaded = []
+    monkeypatch.setattr(variants, "load_module", lambda *arguments: loaded.append(arguments) or object())
+    target = load_pair(tiny_checkpoint).target
+    assert not loaded
+    assert target.module is target.module is not None
+    assert len(loaded) == 1
+
+
 def test_a_draft_and_no_speculation_contradict_each_other(tiny_checkpoint):
     with pytest.raises(UsageError, match="got both a draft model and no speculation"):
         load_pair(None, tiny_checkpoint, speculate=False)

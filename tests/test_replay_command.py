@@ -81,6 +81,7 @@ def test_a_leviathan_trace_replays_from_step_0_and_from_the_middle(trace, option
         ("--no-draft", "--plain-width", "5", *LEVIATHAN),
         ("--temperature", "1.2", "--top-k", "20", "--min-p", "0.05", "--seed", "2", "--draft-k", "2"),
         ("--dtype", "bfloat16", *LEVIATHAN),
+        ("--forward", "module", *LEVIATHAN),
     ],
     ids=lambda options: " ".join(options) or "greedy",
 )
@@ -183,6 +184,7 @@ ELSEWHERE = [
     ({"fingerprints__draft": "sha256:" + "0" * 64}, "draft model: got sha256:e35029c34fdb..., expected sha256:0000"),
     ({"fingerprints__tokenizer": "sha256:" + "0" * 64}, "tokenizer: got sha256:"),
     ({"vocab_size": 4095}, "ids that may be emitted: got 4096, expected 4095"),
+    ({"variants__draft": "another"}, "draft forward: got "),
 ]
 
 
@@ -368,3 +370,22 @@ def test_a_trace_without_its_end_replays_with_a_notice_and_counts_that_disagree_
     result = CliRunner().invoke(cli, ["replay", str(file), "--from-step", str(number)])
     assert result.exit_code == 1
     assert "expected counts that agree" in result.stderr
+
+
+def test_a_trace_is_replayed_by_the_forward_that_recorded_it(tmp_path):
+    ours = record(tmp_path / "ours.jsonl", tokens=8)
+    theirs = record(tmp_path / "module.jsonl", "--forward", "module", tokens=8)
+    assert read_trace(theirs).header.variants == {"target": "module", "draft": "module"}
+    assert "module" not in read_trace(ours).header.variants.values()
+    assert replay(ours).exit_code == replay(theirs).exit_code == 0
+    claimed = edit(ours, tmp_path / "claimed.jsonl", 1, variants={"target": "module", "draft": "fused"})
+    assert_one_line(replay(claimed), 1, "target forward: got ")
+
+
+def test_a_trace_from_before_forwards_were_named_is_replayed_by_those_of_here(trace, tmp_path):
+    lines = trace.read_text().splitlines()
+    header = json.loads(lines[0])
+    del header["variants"]
+    older = tmp_path / "older.jsonl"
+    older.write_text("\n".join([json.dumps(header), *lines[1:]]) + "\n")
+    assert replay(older).exit_code == 0

@@ -43,6 +43,7 @@ def chat(
     no_draft: bool,
     draft_k: int,
     dtype: str,
+    forward: str,
     system: str | None,
     chat_template_args: str | None,
     quiet: bool,
@@ -59,7 +60,7 @@ def chat(
     conversation = Conversation(system=system, template_args=parse_template_args(chat_template_args))
     if sys.stdin is None:
         raise UsageError("got no standard input, expected a terminal or lines of text")
-    pair = unless_broken(load_pair(model, draft_model, speculate=not no_draft, dtype=dtype), draft_k)
+    pair = unless_broken(load_pair(model, draft_model, speculate=not no_draft, dtype=dtype, forward=forward), draft_k)
     if not pair.tokenizer.has_chat_template:
         click.echo("warning: the checkpoint has no chat template; a plain User/Assistant one is used", err=True)
     session = _Session(conversation, pair, params, draft_k=draft_k, quiet=quiet)

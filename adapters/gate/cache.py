@@ -7,7 +7,6 @@ not what its name says, counts as absent and is written again.
 import functools
 import hashlib
 import json
-import os
 import tempfile
 import time
 from pathlib import Path
@@ -18,6 +17,7 @@ from posttrainllm.adapters.gate.findings import GateResult
 from posttrainllm.adapters.gate.prompts import prompts_hash
 from posttrainllm.adapters.loading.pair import Pair
 from posttrainllm.adapters.replay.describe import fingerprints_of
+from posttrainllm.adapters.user_cache import user_cache
 from posttrainllm.kernel.errors import LoadError
 
 if TYPE_CHECKING:  # `sample` reads a verdict and needs nothing that runs
@@ -39,11 +39,7 @@ _FINGERPRINTS: WeakKeyDictionary[Pair, dict[str, str]] = WeakKeyDictionary()  # 
 
 def cache_folder() -> Path | None:
     """Where verdicts are kept; None where the user has no home."""
-    try:
-        root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    except RuntimeError:
-        return None
-    return Path(root) / "posttrainllm" / "gate"
+    return user_cache("gate")
 
 
 def gate_key(pair: Pair, planned: "Plan") -> dict[str, Any]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import attrs
 import click
 
 from posttrainllm.adapters.gate.prompts import read_prompts
@@ -50,7 +51,8 @@ def gate(*, strict: bool, report: bool, as_json: bool, **options: Any) -> None:
         click.echo(json.dumps({"cached": cached, "key": key, **result.to_dict()}, ensure_ascii=False))
     else:
         click.echo("\n".join(bug_report(result, key) if report else summary(result, key, cached=cached)))
-    if result.verdict == "broken" or (strict and result.verdict != "identical"):
+    wrong = result.forward is not None and not result.forward.holds
+    if wrong or result.verdict == "broken" or (strict and result.verdict != "identical"):
         sys.exit(FAILED)
 
 
@@ -63,6 +65,7 @@ def checked(
     prompts_file: str | None = None,
     max_tokens: int = 128,
     dtype: str = "auto",
+    forward: str = "auto",
     fresh: bool = False,
 ) -> tuple["GateResult", dict[str, Any], bool]:
     """Find the verdict on file, or reach one and keep it.
@@ -75,6 +78,7 @@ def checked(
         prompts_file: None for the package's set, whose prompts are cut where they do not fit; those of a file are not.
         max_tokens: ids to generate a prompt.
         dtype: one of DTYPES.
+        forward: one of FORWARDS.
         fresh: whether to run in any case.
 
     Returns:
@@ -92,8 +96,9 @@ def checked(
     from posttrainllm.adapters.loading.pair import load_pair
 
     with _progress_bar() as advance:
-        pair = load_pair(model, draft_model, dtype=dtype)
+        pair = load_pair(model, draft_model, dtype=dtype, forward=forward)
         from posttrainllm.adapters.gate.cache import gate_key, read_result, trace_file, write_result
+        from posttrainllm.adapters.gate.forwards import compare_with_module
         from posttrainllm.adapters.gate.plan import plan
         from posttrainllm.adapters.gate.run import run_gate
 
@@ -103,6 +108,8 @@ def checked(
         if found is not None:
             return found, key, True
         result = run_gate(pair, planned, progress=advance, trace_file=trace_file(key))
+        check = compare_with_module(pair, [request.prompt for request in planned.requests], planned.shape)
+        result = attrs.evolve(result, forward=check)
     problem = write_result(key, result)
     if problem is not None:
         click.echo(f"warning: the verdict is not kept: {problem}", err=True)

@@ -12,6 +12,7 @@ __all__ = [
     "SEVERITY",
     "Divergence",
     "Findings",
+    "ForwardCheck",
     "GateResult",
     "Law",
     "PathResult",
@@ -133,6 +134,23 @@ class PathResult:
 
 
 @attrs.frozen(kw_only=True)
+class ForwardCheck:
+    """A forward of our own held against mlx-lm's module on the same weights."""
+
+    variant: str
+    """Which forward."""
+    difference: float
+    """Largest difference of a logit, as a part of the largest logit."""
+    limit: float
+    """Largest one that is rounding."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether the two agree."""
+        return self.difference <= self.limit
+
+
+@attrs.frozen(kw_only=True)
 class GateResult:
     """A whole run."""
 
@@ -143,6 +161,8 @@ class GateResult:
     draft_model: str
     seconds: float
     paths: tuple[PathResult, ...]
+    forward: ForwardCheck | None = None
+    """None where the target was not compared with mlx-lm's module."""
 
     def to_dict(self) -> dict[str, Any]:
         """As plain dictionaries and lists, for JSON."""
@@ -167,6 +187,7 @@ class GateResult:
             draft_model=str(value["draft_model"]),
             seconds=float(value["seconds"]),
             paths=tuple(map(_path, value["paths"])),
+            forward=None if value.get("forward") is None else _record(ForwardCheck, value["forward"]),
         )
         verdicts = [path.verdict for path in result.paths]
         if result.verdict not in verdicts or max(map(SEVERITY.index, verdicts)) != SEVERITY.index(result.verdict):

@@ -23,6 +23,7 @@ def summary(result: GateResult, key: dict[str, Any], *, cached: bool) -> list[st
     lines = [f"{result.model} + {result.draft_model}"]
     for path in result.paths:
         lines += _path_lines(path, key, most=_SHOWN)
+    lines += _forward_lines(result, key)
     time = "from the cache, --fresh runs it again" if cached else f"{result.seconds:.0f} s"
     lines.append(_environment(key) + f" | {time}")
     return [*lines, *(_verdict_line(path) for path in result.paths)]
@@ -41,6 +42,7 @@ def bug_report(result: GateResult, key: dict[str, Any]) -> list[str]:
     lines = ["```", f"posttrainllm gate: {result.model} + {result.draft_model}"]
     for path in result.paths:
         lines += [*_path_lines(path, key, most=None), _verdict_line(path)]
+    lines += _forward_lines(result, key)
     lines += [f"{name}: {value}" for name, value in key.items()]
     return [*lines, f"seconds: {result.seconds:.1f}", "```"]
 
@@ -106,6 +108,20 @@ def _path_lines(path: PathResult, key: dict[str, Any], *, most: int | None) -> l
         if left > 0:
             lines.append(f"    and {left} more, see --report or --json")
     return lines
+
+
+def _forward_lines(result: GateResult, key: dict[str, Any]) -> list[str]:
+    """Whether the target's forward computes what mlx-lm's module computes; nothing where it is the module."""
+    check, variant = result.forward, key["variant"]["target"]
+    if variant == "module":
+        return []
+    if check is None:
+        return [f"the target's forward ({variant}) was not compared with mlx-lm's module"]
+    sign, advice = ("<=", "") if check.holds else ("> ", "  <- broken: decode with --forward module")
+    return [
+        f"the target's forward ({variant}) against mlx-lm's module: logits differ by {check.difference:.2g} "
+        f"{sign} {check.limit:g} of the largest{advice}"
+    ]
 
 
 def _verdict_line(path: PathResult) -> str:

@@ -151,9 +151,13 @@ class LlamaWeights:
     """[V, N]; the embedding itself where the model ties them."""
 
     @property
+    def arrays(self) -> tuple[mx.array, ...]:
+        """All that it holds, a tied head once."""
+        head = () if self.head is self.embedding else self.head.arrays
+        layers = (array for layer in self.layers for array in layer.arrays)
+        return (*self.embedding.arrays, *layers, self.norm, *head)
+
+    @property
     def nbytes(self) -> int:
-        """Bytes of all arrays, a tied head once."""
-        arrays = [*self.embedding.arrays, self.norm, *(array for layer in self.layers for array in layer.arrays)]
-        if self.head is not self.embedding:
-            arrays += self.head.arrays
-        return sum(array.nbytes for array in arrays)
+        """Bytes of all arrays."""
+        return sum(array.nbytes for array in self.arrays)

@@ -25,8 +25,8 @@ class _OtherError(Exception):
 def read_llama(checkpoint: Checkpoint, dtype: str) -> LlamaWeights | None:
     """Read a model of the Llama shape: Llama, Mistral, Qwen2, Qwen3, dense or quantised by mlx-lm.
 
-    The arrays have the bits that mlx-lm's module has after loading, cast and put together layer by layer, so that no
-    more than one layer is in memory twice.
+    The arrays have the bits that mlx-lm's module has after loading. They are read, cast and put together one by one, so
+    that no more than one is in memory twice.
 
     Args:
         checkpoint: a checked directory.
@@ -86,7 +86,7 @@ class _Tensors:
             arrays.pop("lm_head.weight", None)
 
     def read(self) -> LlamaWeights:
-        """Check all, then read layer by layer."""
+        """Check all, then read one by one."""
         shape, config = self._config.shape, self._config
         embedding = self._linear(["model.embed_tokens"], [shape.vocab_size], shape.hidden, bias=False)
         head = embedding
@@ -96,10 +96,10 @@ class _Tensors:
         layers = [self._layer(f"model.layers.{index}.", config) for index in range(shape.layers)]
         if self._arrays:
             raise _OtherError
-        mx.eval(embedding.arrays, head.arrays, norm)
-        for layer in layers:  # what a layer was put together from is freed before the next one is read
-            mx.eval(layer.arrays)
-        return LlamaWeights(shape=shape, embedding=embedding, layers=tuple(layers), norm=norm, head=head)
+        weights = LlamaWeights(shape=shape, embedding=embedding, layers=tuple(layers), norm=norm, head=head)
+        for array in weights.arrays:  # what one was put together from is freed before the next one is read
+            mx.eval(array)
+        return weights
 
     def _layer(self, prefix: str, config: LlamaConfig) -> LlamaLayer:
         shape = config.shape

@@ -52,6 +52,12 @@ class Pair:
         return attrs.evolve(self, draft=None, reason=reason)
 
     @property
+    def forwards(self) -> str:
+        """Which forward computes each model, one line for `--verbose`."""
+        draft = "" if self.draft is None else f", draft {self.draft.variant}"
+        return f"forward: target {self.target.variant}{draft}"
+
+    @property
     def vocab_size(self) -> int:
         """Ids that may be emitted: the target's rows that the tokenizer knows."""
         return min(self.target.vocab_size, self.tokenizer.size)

@@ -1,4 +1,4 @@
-"""Text to ids and back, through mlx-lm's loader."""
+"""Text to ids and back."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,7 +19,7 @@ class Tokenizer:
 
     path: Path
     backend: Any = attrs.field(repr=False)
-    """mlx-lm's TokenizerWrapper around a transformers tokenizer."""
+    """A FastBackend, or mlx-lm's TokenizerWrapper around a transformers tokenizer."""
     vocabulary: dict[int, str] = attrs.field(repr=False)
     """Every id, added ones included, with its piece."""
     eos_ids: frozenset[int]
@@ -96,10 +96,14 @@ def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
     Raises:
         CheckpointError: its files cannot be used.
     """
-    from mlx_lm.tokenizer_utils import load  # pulls in transformers: seconds
+    from posttrainllm.adapters.loading.fast_tokenizer import fast_backend
 
     with readable(checkpoint.path, "its tokenizer cannot be read"):
-        backend = load(checkpoint.path, {"trust_remote_code": False})
+        backend: Any = fast_backend(checkpoint)
+        if backend is None:
+            from mlx_lm.tokenizer_utils import load  # pulls in transformers: seconds
+
+            backend = load(checkpoint.path, {"trust_remote_code": False})
         vocabulary = {index: piece for piece, index in backend.get_vocab().items()}
         added = dict(getattr(backend, "added_tokens_decoder", {}))
         plain = backend.encode("a", add_special_tokens=False)

@@ -13,11 +13,15 @@ import mlx.core as mx
 
 from posttrainllm.adapters.loading.checkpoint import Checkpoint, readable
 from posttrainllm.adapters.loading.cpu_llama import cpu_llama_forward
+from posttrainllm.adapters.loading.cuda_llama import cuda_llama_forward, one_buffer, unsupported
 from posttrainllm.adapters.loading.fused_llama import fused_llama_forward
 from posttrainllm.adapters.loading.llama import LlamaShape, LlamaWeights
 from posttrainllm.adapters.loading.llama_reader import read_llama
 from posttrainllm.adapters.loading.module import Model, load_module, model_from_module
-from posttrainllm.adapters.runtime import Runtime, start
+from posttrainllm.adapters.loading.nvrtc import gpu
+from posttrainllm.adapters.runtime import LOGGER, Runtime, start
+from posttrainllm.adapters.user_cache import user_cache
+from posttrainllm.kernel.errors import BackendError
 from posttrainllm.kernel.forward import Forward
 
 __all__ = ["load_model", "model_from_weights"]
@@ -33,20 +37,35 @@ class _Variant:
     """A forward of ours and where it is taken."""
 
     name: str
-    fits: Callable[[LlamaWeights, Runtime], bool]
-    forward: Callable[[LlamaWeights], Forward]
+    forward: Callable[[LlamaWeights, Runtime], Forward | None]
+    """None where it cannot run this model on this machine."""
     kv_shapes: Callable[[LlamaShape], tuple[tuple[int, int, int], ...]] = _a_head_each
 
 
-def _vectorises(weights: LlamaWeights, runtime: Runtime) -> bool:
-    """Whether a forward of many small operations pays: fused by the C++ compiler, where MLX's own `exp` is scalar."""
-    return runtime.device == "cpu" and runtime.compiled and platform.machine().lower() in ("x86_64", "amd64")
+def _cpu(weights: LlamaWeights, runtime: Runtime) -> Forward | None:
+    """Many small operations, fused by the C++ compiler: it pays where MLX's own `exp` is scalar."""
+    on_x86 = platform.machine().lower() in ("x86_64", "amd64")
+    return cpu_llama_forward(weights) if runtime.device == "cpu" and runtime.compiled and on_x86 else None
+
+
+def _cuda(weights: LlamaWeights, runtime: Runtime) -> Forward | None:
+    if runtime.device != "gpu" or not mx.cuda.is_available():
+        return None
+    device = gpu()
+    if device is None or unsupported(weights, device) is not None:
+        return None
+    try:
+        return cuda_llama_forward(weights, device, user_cache("kernels"))
+    except BackendError as error:
+        LOGGER.warning("%s; MLX's own operations are used, and are slower", error)
+        return None
 
 
 # the first that fits is taken
 _VARIANTS = (
-    _Variant(name="cpu", fits=_vectorises, forward=cpu_llama_forward),
-    _Variant(name="fused", fits=lambda weights, runtime: True, forward=fused_llama_forward),
+    _Variant(name="cpu", forward=_cpu),
+    _Variant(name="cuda", forward=_cuda, kv_shapes=one_buffer),
+    _Variant(name="fused", forward=lambda weights, runtime: fused_llama_forward(weights)),
 )
 
 
@@ -91,9 +110,11 @@ def model_from_weights(weights: LlamaWeights, *, name: str, dtype: str, context:
         The model.
     """
     runtime = start()
-    chosen = next(variant for variant in _VARIANTS if variant.fits(weights, runtime))
+    chosen, forward = next(
+        (variant, made) for variant in _VARIANTS if (made := variant.forward(weights, runtime)) is not None
+    )
     return Model(
-        forward=chosen.forward(weights),
+        forward=forward,
         variant=chosen.name,
         name=name,
         dtype=dtype,

@@ -64,6 +64,7 @@ def header_of(
     return Header(
         **{name: getattr(runtime, name) for name in ("versions", "device", "device_name", "blas", "compiled")},
         dtype={role: model.dtype for role, model in _models(pair).items()},
+        variants={role: model.variant for role, model in _models(pair).items()},
         models={role: _as_given(model.name) for role, model in _models(pair).items()},
         fingerprints=dict(fingerprints or fingerprints_of(pair)),
         vocab_size=pair.vocab_size,

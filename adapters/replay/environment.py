@@ -79,25 +79,36 @@ def differences(header: Header, runtime: Runtime, paths: dict[str, Path]) -> lis
 
 
 def load_recorded(header: Header, paths: dict[str, Path]) -> tuple[Pair, list[str]]:
-    """Load the models of a trace in its dtypes.
+    """Load the models of a trace in its dtypes, computed by its forwards.
 
     Args:
         header: of the trace.
         paths: of `model_paths`.
 
     Returns:
-        The pair, and a phrase for each dtype or size that is not the trace's.
+        The pair, and a phrase for each dtype, forward or size that is not the trace's.
 
     Raises:
         PosttrainllmError: see `load_pair`.
     """
     dtypes = set(header.dtype.values())
-    pair = load_pair(paths["target"], paths.get("draft"), dtype=dtypes.pop() if len(dtypes) == 1 else "auto")
+    forwards = set(header.variants.values())
+    pair = load_pair(
+        paths["target"],
+        paths.get("draft"),
+        dtype=dtypes.pop() if len(dtypes) == 1 else "auto",
+        forward="module" if forwards == {"module"} else "auto",
+    )
     models = {"target": pair.target} if pair.draft is None else {"target": pair.target, "draft": pair.draft}
     found = [
         f"{role} dtype: got {model.dtype}, expected {header.dtype[role]}"
         for role, model in models.items()
         if model.dtype != header.dtype[role]
+    ]
+    found += [
+        f"{role} forward: got {model.variant}, expected {header.variants[role]}"
+        for role, model in models.items()
+        if role in header.variants and model.variant != header.variants[role]
     ]
     if pair.vocab_size != header.vocab_size:
         found.append(f"ids that may be emitted: got {pair.vocab_size}, expected {header.vocab_size}")

@@ -186,6 +186,7 @@ def _header(line: _Line) -> Header:
         key=line.integers("key", 2, 2, _WORD + 1),
         prompt=line.integers("prompt", 1, limit - 1, _MOST),
         limit=limit,
+        variants=line.texts("variants", *names) if "variants" in line.value else {},
         **{name: getattr(params, name) for name in _ADJUSTMENTS},
         request_id=line.text("request_id") if "request_id" in line.value else None,
     )

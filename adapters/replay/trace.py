@@ -8,7 +8,8 @@ the next step is read, so a killed run leaves all its steps but possibly the las
     {"end": "length", "steps": 16}
 
 A step's line has `margins` where the engine computed them, `finite` when it is false, and `mode` and `narrow_draft`
-when they are not the header's, as happens to a row among others. A cancelled run's end has no count. The header's
+when they are not the header's, as happens to a row among others. A cancelled run's end has no count. `variants` names
+the forwards; a trace without them is an older one, and takes those of here. The header's
 `sampling` has `logit_bias`, as pairs, and each penalty where the request uses it, and the header a `request_id` where a
 server gave one; a trace without them reads as one of a request that uses none.
 """
@@ -69,6 +70,8 @@ class Header:
     prompt: tuple[int, ...]
     limit: int
     """Length, prompt included, at which the row stops."""
+    variants: dict[str, str] = attrs.field(factory=dict)
+    """Which forward computed each model; empty in an older trace."""
     logit_bias: tuple[tuple[int, float], ...] = ()
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -100,6 +103,7 @@ class Header:
             "format": FORMAT,
             **{name: getattr(self, name) for name in ("versions", "device", "device_name", "blas", "compiled")},
             **{name: getattr(self, name) for name in ("dtype", "models", "fingerprints", "vocab_size")},
+            **({"variants": self.variants} if self.variants else {}),
             "shapes": {"B": self.rows, "C": self.capacity, "W": self.width, "prefill_chunk": self.chunk},
             "row": self.row,
             "K": self.proposals,

@@ -49,7 +49,11 @@ __all__ = ["sample"]
 @click.option("--record", metavar="FILE", help="Write a trace of every step, for `posttrainllm replay`.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 @click.option("--quiet", is_flag=True, help="Print no statistics.")
-@click.option("--verbose", is_flag=True, help="Print a forecast of the memory, and in what the tokenizers differ.")
+@click.option(
+    "--verbose",
+    is_flag=True,
+    help="Print a forecast of the memory, which forward computes, and in what the tokenizers differ.",
+)
 def sample(
     *,
     model: str | None,
@@ -63,6 +67,7 @@ def sample(
     chat_template_args: str | None,
     plain_width: int | None,
     dtype: str,
+    forward: str,
     record: str | None,
     as_json: bool,
     quiet: bool,
@@ -82,7 +87,9 @@ def sample(
         raise UsageError("--system and --chat-template-args: got them without --chat, expected --chat beside them")
     text = read_prompt(prompt, prompt_file)
     with _status(enabled=not (quiet or as_json)) as status:
-        pair = unless_broken(load_pair(model, draft_model, speculate=not no_draft, dtype=dtype), draft_k)
+        pair = unless_broken(
+            load_pair(model, draft_model, speculate=not no_draft, dtype=dtype, forward=forward), draft_k
+        )
         from posttrainllm.adapters.generation import Generation
 
         ids = _encode_chat(pair, text, system, template_args) if chat else pair.tokenizer.encode(text)
@@ -92,7 +99,7 @@ def sample(
         with _recorder(record) as recorder:
             generation = Generation(pair, ids, params, draft_k=draft_k, plain_width=plain_width or 1, recorder=recorder)
             if verbose:
-                for line in (generation.forecast.description, *pair.notes):
+                for line in (generation.forecast.description, pair.forwards, *pair.notes):
                     click.echo(line, err=True)
             code = _run(generation, echo=not as_json, stop_status=status.stop)
     result = generation.result()

@@ -39,6 +39,7 @@ class ServeOptions:
     speculate: bool
     draft_k: int
     dtype: str
+    forward: str
     accept_rule: AcceptRule
     slots: int
     max_context: int | None
@@ -72,13 +73,19 @@ def boot(options: ServeOptions) -> Served:
         GateError: --gate strict, and the verdict is not `identical`.
         PosttrainllmError: the models cannot be served.
     """
-    pair = load_pair(options.model, options.draft_model, speculate=options.speculate, dtype=options.dtype)
+    pair = load_pair(
+        options.model,
+        options.draft_model,
+        speculate=options.speculate,
+        dtype=options.dtype,
+        forward=options.forward,
+    )
     if options.gate == "strict" and pair.draft is None:
         raise UsageError("--gate strict: got no draft model, expected one: there is nothing to gate")
     context = _context(pair, options.max_context)
     width = options.draft_k + 1 if pair.draft is not None else 1
     shape = Shape(rows=options.slots, capacity=capacity_for(context, width), draft_k=options.draft_k)
-    for note in pair.notes:
+    for note in (pair.forwards, *pair.notes):
         LOGGER.info("%s", note)
     if not pair.tokenizer.has_chat_template:
         LOGGER.info("the checkpoint has no chat template; a plain User/Assistant one is used")
@@ -129,6 +136,7 @@ def _settings(
         **pair.runtime.versions,
         "device": [pair.runtime.device, pair.runtime.device_name, pair.runtime.blas, pair.runtime.compiled],
         "dtype": pair.target.dtype,
+        "forwards": pair.forwards,
         "shape": attrs.asdict(shape),
     }
     digest = hashlib.sha256(json.dumps(depends_on, sort_keys=True).encode()).hexdigest()

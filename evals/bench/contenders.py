@@ -4,9 +4,11 @@ All are cut in the same place: the prompt and the first step stay outside the cl
 mlx-lm launches one forward ahead, so one of its plain ones may start before the clock does.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import Literal, Protocol, TypeAlias
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Literal, Protocol, TypeAlias
 
+import attrs
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx_lm.generate import generate_step, generation_stream, speculative_generate_step
@@ -14,11 +16,12 @@ from mlx_lm.generate import generate_step, generation_stream, speculative_genera
 from posttrainllm.adapters.engine import Engine
 from posttrainllm.adapters.loading.pair import Pair
 from posttrainllm.adapters.rows import RowRequest
+from posttrainllm.evals.bench.simulated import Script, SimulatedModule, scripted
 from posttrainllm.kernel.errors import NonFiniteError
 
 __all__ = ["Contender", "Engines", "MlxLm", "Ours", "contenders_for", "synchronize"]
 
-Engines: TypeAlias = Literal["posttrainllm", "mlx-lm"]
+Engines: TypeAlias = Literal["posttrainllm", "mlx-lm", "mlx-lm as installed", "transformers"]
 
 
 class Contender(Protocol):
@@ -47,12 +50,15 @@ class Ours:
         pair: the models.
         width: W of the target's forward.
         capacity: C, the same for all prompts.
+        script: what the draft follows; None for a draft of its own mind.
     """
 
     engine: Engines = "posttrainllm"
 
-    def __init__(self, pair: Pair, *, width: int, capacity: int) -> None:
-        self._pair, self._width, self._capacity = pair, width, capacity
+    def __init__(self, pair: Pair, *, width: int, capacity: int, script: Script | None = None) -> None:
+        if script is not None and pair.draft is not None:
+            pair = attrs.evolve(pair, draft=scripted(pair.draft, script))
+        self.pair, self._width, self._capacity, self.script = pair, width, capacity, script
         self.draft_k = 0 if pair.draft is None else width - 1
         self.name = f"speculative, K={self.draft_k}" if self.draft_k else f"plain, width {width}"
         self.ids: list[int] = []
@@ -63,7 +69,9 @@ class Ours:
         self.ids, self.steps, self._count = [], [], count
         # an engine of its own (on the pair's compiled functions) launches its first step alone: none is under way when
         # the clock starts
-        self._engine = Engine(self._pair, capacity=self._capacity, width=self._width)
+        if self.script is not None:
+            self.script.turn_to(prompt)
+        self._engine = Engine(self.pair, capacity=self._capacity, width=self._width)
         self._engine.insert(0, RowRequest(prompt=prompt, limit=len(prompt) + count, draft_k=self.draft_k))
         while not self.ids:
             self._step()
@@ -90,12 +98,16 @@ class MlxLm:
         target: an mlx-lm module.
         draft: another one, or None.
         draft_k: K, with a draft.
+        script: what the draft follows; None for a draft of its own mind.
     """
 
     engine: Engines = "mlx-lm"
 
-    def __init__(self, target: Module, draft: Module | None = None, *, draft_k: int = 0) -> None:
-        self._target, self._draft, self.draft_k = target, draft, draft_k
+    def __init__(
+        self, target: Module, draft: Module | None = None, *, draft_k: int = 0, script: Script | None = None
+    ) -> None:
+        self._target, self.draft_k, self.script = target, draft_k, script
+        self._draft: Any = SimulatedModule(draft, script) if draft is not None and script is not None else draft
         self.name = "mlx-lm plain" if draft is None else f"mlx-lm speculative, K={draft_k}"
         self.ids: list[int] = []
         self.steps: list[tuple[int, int]] = []
@@ -103,6 +115,8 @@ class MlxLm:
     def begin(self, prompt: Sequence[int], count: int) -> None:
         """See `Contender`."""
         self.ids, self.steps, self._count = [], [], count
+        if self.script is not None:
+            self.script.turn_to(prompt)
         self._tokens = self._generate(mx.array(list(prompt), dtype=mx.uint32))
         for from_draft in self._tokens:
             if not from_draft:  # the target's own token ends a step
@@ -133,25 +147,35 @@ class MlxLm:
             yield from_draft
 
 
-def contenders_for(pair: Pair, draft_ks: Sequence[int], *, capacity: int, mlx_lm: bool = True) -> list[Contender]:
-    """Everything that is measured on a pair.
+def contenders_for(
+    pair: Pair,
+    draft_ks: Sequence[int],
+    *,
+    capacity: int,
+    mlx_lm: bool = True,
+    scripts: Mapping[Engines, Mapping[int, Script]] = MappingProxyType({}),
+) -> list[Contender]:
+    """Everything that is measured on a pair in this process.
 
     Args:
         pair: the models; without a draft only the plain ones take part.
         draft_ks: the K to measure.
         capacity: C of our engines.
         mlx_lm: whether mlx-lm's loops take part.
+        scripts: what the draft follows, by engine and K; a draft without one proposes what it likes.
 
     Returns:
         Ours, plain at width 1 first, then mlx-lm's, plain first.
     """
     drafted = list(draft_ks) if pair.draft is not None else []
+    ours, theirs = scripts.get("posttrainllm", {}), scripts.get("mlx-lm", {})
     found: list[Contender] = [Ours(pair.plain("the row is plain"), width=1, capacity=capacity)]
-    found += [Ours(pair, width=k + 1, capacity=capacity) for k in drafted]
+    found += [Ours(pair, width=k + 1, capacity=capacity, script=ours.get(k)) for k in drafted]
     if mlx_lm and pair.target.module is not None:
         found.append(MlxLm(pair.target.module))
         if pair.draft is not None and pair.draft.module is not None:
-            found += [MlxLm(pair.target.module, pair.draft.module, draft_k=k) for k in drafted]
+            module = pair.draft.module
+            found += [MlxLm(pair.target.module, module, draft_k=k, script=theirs.get(k)) for k in drafted]
     return found
 
 

@@ -12,7 +12,7 @@ from posttrainllm.adapters.loading.module import Model
 from posttrainllm.adapters.loading.pair import Pair
 from posttrainllm.kernel.pure_step import compile_forward
 
-__all__ = ["Costs", "forward_costs", "predicted_speedup"]
+__all__ = ["Chain", "Costs", "forward_costs", "predicted_speedup"]
 
 _CHAIN = 8  # forwards in a row, as a step makes them: the host then works while the device does
 _SAMPLES = 9
@@ -50,9 +50,9 @@ def forward_costs(pair: Pair, draft_ks: Sequence[int], *, capacity: int, positio
     """
     assert pair.draft is not None
     later = draft_width(pair.runtime.device)
-    chains = {("draft", width): _Chain(pair.draft, width, capacity, position) for width in {2, later}}
+    chains = {("draft", width): Chain(pair.draft, width, capacity, position) for width in {2, later}}
     for width in (1, *(k + 1 for k in draft_ks)):
-        chains["target", width] = _Chain(pair.target, width, capacity, position)
+        chains["target", width] = Chain(pair.target, width, capacity, position)
     times: dict[tuple[str, int], list[float]] = {name: [] for name in chains}
     for _ in range(_SAMPLES):
         for name, chain in chains.items():
@@ -66,8 +66,15 @@ def forward_costs(pair: Pair, draft_ks: Sequence[int], *, capacity: int, positio
     )
 
 
-class _Chain:
-    """One forward again and again on its own cache."""
+class Chain:
+    """One forward again and again on its own cache.
+
+    Args:
+        model: whose.
+        width: W.
+        capacity: C.
+        position: where the window stands.
+    """
 
     def __init__(self, model: Model, width: int, capacity: int, position: int) -> None:
         self._forward = compile_forward(model.forward)

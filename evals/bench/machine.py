@@ -7,13 +7,13 @@ __all__ = ["CpuWatch", "cpu_count"]
 
 
 class CpuWatch:
-    """Counts, from its making on, what others than this process use of the CPUs."""
+    """Counts, from its making on, what others than this process and its children use of the CPUs."""
 
     def __init__(self) -> None:
         self._before = _cpu_times()
 
     def others(self) -> float | None:
-        """Share of the CPUs that others have used since, 0 to 1; None off Linux."""
+        """Share of the CPUs that others have used since, 0 to 1; None off Linux. Children count as ours once they end."""
         after = _cpu_times()
         if self._before is None or after is None or after[0] == self._before[0]:
             return None
@@ -34,4 +34,4 @@ def _cpu_times() -> tuple[float, float] | None:
         return None
     times = [int(word) / os.sysconf("SC_CLK_TCK") for word in words]
     idle, own = times[3] + times[4], os.times()
-    return sum(times), sum(times) - idle - own.user - own.system
+    return sum(times), sum(times) - idle - sum(own[:4])  # user, system, and both of the children

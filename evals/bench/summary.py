@@ -12,7 +12,7 @@ __all__ = ["acceptance_by_position", "format_table", "missing_fields", "summariz
 _EVERY = ("name", "engine", "draft_k", "tok_s", "tok_s_range", "ratio", "ratio_range", "prompts", "failed")
 _DRAFTED = ("equal", "accept_rate", "acceptance_by_position", "tokens_per_step")
 _PREDICTED = ("draft_cost", "verify_cost", "predicted", "reached")
-_LINE = "{:<25}{:>8}  {:<12}{:>6}  {:<10}{:>7}{:>7}  {}"
+_LINE = "{:<{width}}{:>8}  {:<12}{:>6}  {:<10}{:>7}{:>7}  {}"
 _COST_LINE = "{:>3}{:>16}{:>16}{:>12}{:>10}{:>10}   {}"
 
 
@@ -41,9 +41,13 @@ def summarize(repeats: Sequence[Sequence[Round]], costs: Costs | None) -> list[d
         costs: of the forwards; None without a draft.
 
     Returns:
-        Rows as the JSON line has them. A ratio is taken within its prompt, to the plain one that was faster there.
+        Rows as the JSON line has them. A ratio is taken within its prompt, to the plain one of this process that was
+        faster there.
     """
-    best = [max(one.tokens_per_s for one in rounds if not one.draft_k) for rounds in repeats]
+    best = [
+        max(one.tokens_per_s for one in rounds if not one.draft_k and one.engine in ("posttrainllm", "mlx-lm"))
+        for rounds in repeats
+    ]
     own_plain = [rounds[0].tokens_per_s for rounds in repeats]
     found = []
     for column, first in enumerate(repeats[0]):
@@ -108,9 +112,10 @@ def format_table(table: Sequence[dict[str, Any]]) -> list[str]:
     Returns:
         Lines: rates, then for our speculative rows their costs, what the formula makes of them and how much is reached.
     """
-    printed = [_LINE.format("", "tok/s", "min-max", "ratio", "min-max", "accept", "a step", "output").rstrip()]
-    for row in table:
-        printed.append(_LINE.format(*_cells(row)).rstrip())
+    width = max(25, *(len(row["name"]) + 2 for row in table))
+    rates = ("", "tok/s", "min-max", "ratio", "min-max", "accept", "a step", "output")
+    printed = [_LINE.format(*rates, width=width).rstrip()]
+    printed += [_LINE.format(*_cells(row), width=width).rstrip() for row in table]
     predicted = [row for row in table if "predicted" in row]
     if predicted:
         header = ("K", "draft / plain", "verify / plain", "predicted", "reached", "accepted", "at each position")

@@ -63,7 +63,7 @@ def measure_parts(
     """
     assert pair.draft is not None
     watch = CpuWatch()
-    later = draft_width(pair.runtime.device, "greedy")
+    later = draft_width(pair.runtime.device)
     timed: dict[tuple[int, str], Callable[[], float]] = {}
     for capacity in capacities:
         forwards = {

@@ -213,7 +213,7 @@ def _source_hash() -> str:
     digest = hashlib.sha256()
     kernel, adapters = (Path(str(package.__file__)).parent for package in (posttrainllm.kernel, posttrainllm.adapters))
     folders = (kernel, adapters / "loading", adapters / "gate")
-    files = [file for folder in folders for file in sorted(folder.glob("*")) if file.suffix in (".py", ".c")]
+    files = [file for folder in folders for file in sorted(folder.glob("*")) if file.suffix in (".py", ".c", ".cu", ".h")]
     for file in [*files, *(adapters / f"{name}.py" for name in ("batch", "engine", "prefill", "rows", "runtime"))]:
         digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
     return digest.hexdigest()[:16]

@@ -6,10 +6,12 @@ so rows of different engines never share a step. MLX checks no index: every id, 
 
 import time
 from collections import deque
+from collections.abc import Mapping, Sequence
 
 import attrs
 import mlx.core as mx
 
+from posttrainllm.adapters.adaptive import Curve, Pacer
 from posttrainllm.adapters.checks import check_ids
 from posttrainllm.adapters.loading.memory import Forecast
 from posttrainllm.adapters.loading.pair import Pair
@@ -26,10 +28,10 @@ from posttrainllm.adapters.rows import (
 )
 from posttrainllm.kernel.cache import insert_request, insert_row
 from posttrainllm.kernel.config import Mode, Rules, StepConfig
-from posttrainllm.kernel.draft import Draft
+from posttrainllm.kernel.draft import CATCH_UP_WIDTH, Draft
 from posttrainllm.kernel.errors import CapacityError
 from posttrainllm.kernel.forward import BoundedForward, Forward, bounded
-from posttrainllm.kernel.pure_step import Prefill, Step, compile_prefill, compile_step
+from posttrainllm.kernel.pure_step import CatchUp, Prefill, Step, compile_catch_up, compile_prefill, compile_step
 from posttrainllm.kernel.state import DecodeState, StepOutput
 
 __all__ = ["Engine", "capacity_for", "draft_width", "live_slots"]
@@ -61,6 +63,18 @@ def draft_width(device: str) -> int:
     return 1 if device == "cpu" else 2
 
 
+@attrs.frozen(eq=False, kw_only=True)
+class _InFlight:
+    """A step that was launched and not read."""
+
+    epochs: tuple[int, ...]
+    config: StepConfig
+    keys: mx.array
+    output: StepOutput
+    draft_ks: tuple[int, ...]
+    """How many ids the draft may propose to each row."""
+
+
 class Engine:
     """B rows of one pair, stepped together.
 
@@ -71,6 +85,7 @@ class Engine:
         width: W.
         diagnostics: whether steps report logit margins.
         chunk: P; None takes the device's own.
+        curves: what steps cost, by mode; with them every row's K is chosen step by step, W - 1 at most.
 
     Raises:
         CapacityError: the shapes make no engine.
@@ -86,6 +101,7 @@ class Engine:
         rows: int = 1,
         diagnostics: bool = False,
         chunk: int | None = None,
+        curves: Mapping[Mode, Curve] | None = None,
     ) -> None:
         narrowest = 1 if pair.draft is None else 2
         if rows < 1 or width < narrowest or capacity < width + 2:
@@ -112,7 +128,9 @@ class Engine:
         self._requests: list[RowRequest | None] = [None] * rows
         self._epochs = [0] * rows
         self._places: dict[int, RowPlace] = {}
-        self._in_flight: deque[tuple[tuple[int, ...], StepConfig, mx.array, StepOutput]] = deque()
+        self.curves = curves
+        self._pacer = None if curves is None or pair.draft is None else Pacer(rows, curves)
+        self._in_flight: deque[_InFlight] = deque()
         kv = [model.make_kv(rows, capacity) for model in self._models]
         self._state: DecodeState | None = DecodeState(
             tokens=mx.zeros((rows, capacity), dtype=mx.int32),
@@ -177,6 +195,8 @@ class Engine:
         self._places[row] = RowPlace(length=len(request.prompt), last=int(request.prompt[-1]))
         self._epochs[row] += 1
         self._sampling = sampling_of(self._requests, self._vocab_size)
+        if self._pacer is not None:
+            self._pacer.enter(row, request.mode, request.draft_k)
 
     def release(self, row: int) -> None:
         """Make a row idle; a step in flight for it is forgotten.
@@ -194,6 +214,8 @@ class Engine:
         self._requests[row] = None
         self._epochs[row] += 1
         self._sampling = sampling_of(self._requests, self._vocab_size)
+        if self._pacer is not None:
+            self._pacer.leave(row)
 
     def step(self) -> dict[int, RowStep]:
         """Run one step for all rows and read it.
@@ -204,14 +226,24 @@ class Engine:
         started = time.perf_counter()
         while len(self._in_flight) <= self._depth:
             self._launch()
-        epochs, config, keys, output = self._in_flight.popleft()
+        flight = self._in_flight.popleft()
         self.steps += 1
         current = {
             row: self._places[row]
             for row in range(self.rows)
-            if self._requests[row] is not None and epochs[row] == self._epochs[row]
+            if self._requests[row] is not None and flight.epochs[row] == self._epochs[row]
         }
-        steps = read_rows(output, keys, current, config, wanted_logprobs(self._requests))
+        steps = read_rows(
+            flight.output,
+            flight.keys,
+            current,
+            flight.config,
+            wanted_logprobs(self._requests),
+            draft_ks=flight.draft_ks,
+        )
+        if self._pacer is not None:
+            for row, step in steps.items():
+                self._pacer.read(row, step.draft_k, proposed=step.proposed, accepted=step.accepted)
         self._depth = 1 if time.perf_counter() - started < _PIPELINED_BELOW_S else 0
         self._places |= {row: place.after(steps[row]) for row, place in current.items()}
         return steps
@@ -222,20 +254,87 @@ class Engine:
         return state
 
     def _launch(self) -> None:
+        draft_ks = tuple(0 if request is None else request.draft_k for request in self._requests)
+        sampling, most = self._sampling, self.width - 1
+        if self._pacer is not None:
+            draft_ks, behind = self._pacer.decide()
+            most = max(draft_ks)
+            sampling = attrs.evolve(sampling, draft_k=mx.array(draft_ks, dtype=mx.int32))
+            state, self._state = self._take(), None
+            self._state = self.caught_up(state, behind)
+            del state
         config = self.config_for(
             smallest_mode(self._requests),
             adjusted=any(request is not None and request.adjusted for request in self._requests),
             logprobs=bool(wanted_logprobs(self._requests)),
             rules=needed_rules(self._requests),
             live=self._live(),
+            draft_k=most,
         )
         step = self.step_for(config)
         # nothing may hold the old state while the new one is evaluated, or its buffers are copied
         state, self._state = self._take(), None
-        self._state, output = step(state, self._sampling)
+        self._state, output = step(state, sampling)
         del state
         mx.async_eval(self._state.to_tree(), output.to_tree())  # type: ignore[no-untyped-call] # as MLX declares it
-        self._in_flight.append((tuple(self._epochs), config, self._state.key, output))
+        self._in_flight.append(
+            _InFlight(epochs=tuple(self._epochs), config=config, keys=self._state.key, output=output, draft_ks=draft_ks)
+        )
+
+    def caught_up(self, state: DecodeState, behind: Sequence[int]) -> DecodeState:
+        """The state with the draft's cache of every row as far as a step that drafts needs it.
+
+        Args:
+            state: B rows.
+            behind: how many ids each row's draft has not been fed, 0 for a row that is to stay as it is.
+
+        Returns:
+            The same state where none is behind.
+        """
+        catch_up: CatchUp | None = None
+        for done in range(0, max(behind), CATCH_UP_WIDTH):
+            if catch_up is None:
+                catch_up = self._catch_up_for()
+            left = mx.array([max(count - done, 0) for count in behind], dtype=mx.int32)
+            state = catch_up(state, left)
+        return state
+
+    def rehearse(self, config: StepConfig, *, plain: bool = False) -> None:
+        """Run one step of a configuration while every row is idle, and wait for it: to compile it, or to clock it.
+
+        Args:
+            config: static shape; W may be another than the engine's.
+            plain: whether to leave the draft out.
+        """
+        assert not any(self._requests), "a step would move the rows that are not idle"
+        step = self.step_for(config, plain=plain)
+        state, self._state = self._take(), None
+        self._state, output = step(state, self._sampling)
+        del state
+        mx.eval(self._state.to_tree(), output.to_tree())
+
+    def usual_config(self, mode: Mode, length: int, *, coupled: bool = False, draft_k: int | None = None) -> StepConfig:
+        """What most steps of a mode are: rows of one accept rule, which have grown to a length."""
+        rules: Rules = "coupled" if coupled else "leviathan"
+        return self.config_for(
+            mode,
+            rules="both" if mode == "greedy" else rules,
+            live=live_slots(length, self.capacity) if self._bounded else None,
+            draft_k=draft_k,
+        )
+
+    def warm_up(self, *, coupled: bool = False) -> None:
+        """Compile the steps of every K that may be chosen, as short rows of one accept rule take them, and the way back
+        to the draft, while every row is idle.
+        """
+        for mode, curve in (self.curves or {}).items():
+            for draft_k in curve.draft_ks:
+                self.rehearse(self.usual_config(mode, 1, coupled=coupled, draft_k=draft_k))
+        if self._pacer is not None:
+            state, self._state = self._take(), None
+            self._state = self.caught_up(state, [1] * self.rows)
+            del state
+            mx.eval(self._state.to_tree())
 
     def config_for(
         self,
@@ -245,9 +344,11 @@ class Engine:
         logprobs: bool = False,
         rules: Rules = "both",
         live: int | None = None,
+        draft_k: int | None = None,
     ) -> StepConfig:
-        """Static shape of this engine's steps in a mode."""
+        """Static shape of this engine's steps in a mode; `draft_k` is None, or how many ids the draft draws."""
         return StepConfig(
+            draft_k=None if draft_k == self.width - 1 else draft_k,
             width=self.width,
             vocab_size=self._vocab_size,
             mode=mode,
@@ -266,11 +367,19 @@ class Engine:
         lengths = [place.length for row, place in self._places.items() if self._requests[row] is not None]
         return live_slots(max(lengths, default=0) + self.width * (len(self._in_flight) + 1), self.capacity)
 
-    def step_for(self, config: StepConfig) -> Step:
-        """The compiled step of a configuration, on this engine's models."""
+    def step_for(self, config: StepConfig, *, plain: bool = False) -> Step:
+        """The compiled step of a configuration, on this engine's models, or on its target alone."""
+        target, draft = self.models
+        draft = None if plain else draft
         return self.pair.once(
-            ("step", config, self._compiled), lambda: compile_step(config, *self.models, compiled=self._compiled)
+            ("step", config, draft is None, self._compiled),
+            lambda: compile_step(config, target, draft, compiled=self._compiled),
         )
+
+    def _catch_up_for(self) -> CatchUp:
+        draft = self.models[1]
+        assert draft is not None, "without a draft nothing is paced"
+        return self.pair.once(("catch up", self._compiled), lambda: compile_catch_up(draft, compiled=self._compiled))
 
     @property
     def models(self) -> tuple[Forward, Draft | None]:

@@ -44,14 +44,14 @@ def load(
 
 
 def stream(
-    *, pair: Pair, prompt: str | Sequence[int], draft_k: int = 4, plain_width: int = 1, **options: Any
+    *, pair: Pair, prompt: str | Sequence[int], draft_k: int | str = 4, plain_width: int = 1, **options: Any
 ) -> "Iterator[Chunk]":
     """Check the request, then decode as the iterator is read; each chunk is what a step added.
 
     Args:
         pair: from `load`.
         prompt: text, or token ids.
-        draft_k: tokens the draft proposes a step, 1 to 32.
+        draft_k: tokens the draft proposes a step, 1 to 32; "auto" chooses from step to step, "auto:N" up to N.
         plain_width: width of the target's forward where there is no draft, 1 to 33.
         **options: the fields of `posttrainllm.adapters.params.SamplingParams`: max_tokens, temperature, top_p, top_k,
             min_p, seed, accept_rule, stop, ignore_eos, stop_token_ids, logit_bias, presence_penalty,
@@ -70,7 +70,7 @@ def stream(
 
 
 def generate(
-    *, pair: Pair, prompt: str | Sequence[int], draft_k: int = 4, plain_width: int = 1, **options: Any
+    *, pair: Pair, prompt: str | Sequence[int], draft_k: int | str = 4, plain_width: int = 1, **options: Any
 ) -> "Result":
     """Decode to the end; arguments and errors are those of `stream`.
 
@@ -84,7 +84,7 @@ def generate(
 
 
 def _generation(
-    pair: Pair, prompt: str | Sequence[int], draft_k: int, plain_width: int, options: dict[str, Any]
+    pair: Pair, prompt: str | Sequence[int], draft_k: int | str, plain_width: int, options: dict[str, Any]
 ) -> "Generation":
     from posttrainllm.adapters.generation import Generation
 

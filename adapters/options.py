@@ -6,6 +6,7 @@ from typing import Any, TypeVar, get_args
 
 import click
 
+from posttrainllm.adapters.draft_length import DraftLength
 from posttrainllm.adapters.loading.pair import DTYPES, FORWARDS
 from posttrainllm.adapters.params import MAX_DRAFT_K, AcceptRule, check_width, is_text
 from posttrainllm.kernel.errors import UsageError
@@ -73,12 +74,22 @@ def model_options(*, envvar: str | None = None) -> Callable[[_Command], _Command
     )
 
 
+def _parse_length(text: str) -> DraftLength:
+    return DraftLength.parse(text)
+
+
 def draft_options() -> Callable[[_Command], _Command]:
     """--no-draft and --draft-k."""
     return _together(
         click.option("--no-draft", is_flag=True, help="Decode plainly, without a draft."),
         click.option(
-            "--draft-k", type=int, default=4, show_default=True, help="Tokens the draft proposes a step, 1 to 32."
+            "--draft-k",
+            type=_parse_length,
+            default="4",
+            show_default=True,
+            metavar="K",
+            help="Tokens the draft proposes a step, 1 to 32. auto: as many as pay, step by step, none where none do; "
+            "auto:N: up to N.",
         ),
     )
 

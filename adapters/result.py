@@ -72,6 +72,7 @@ class Result:
     model: str
     draft_model: str | None
     draft_k: int | None
+    """K; where it was chosen from step to step, the most that could be."""
     plain_width: int | None
     """Width of the plain forward; None with a draft, where it is draft_k + 1."""
     accept_rule: str | None
@@ -84,7 +85,9 @@ class Result:
     versions: dict[str, str]
     """Of posttrainllm, mlx and mlx-lm: bits may differ between them."""
     speculative: dict[str, Any]
-    """`enabled`, and the `reason` when it is not."""
+    """`enabled`, and the `reason` when it is not. Where K was chosen from step to step: `draft_k` "auto", and `steps`,
+    how many there were of each K. Where the costs of steps are known: whether the draft `pays`, and `speed_ratio`, the
+    rate by these costs against that of plain decoding at width 1."""
     logprobs: tuple[TokenLogprobs, ...] | None = None
     """Of `token_ids`; None unless the request asks for them."""
 

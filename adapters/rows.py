@@ -97,6 +97,10 @@ class RowStep:
     """The row's root key, two 32-bit words, as the step saw it."""
     mode: Mode = "greedy"
     narrow_draft: bool = False
+    draft_k: int = 0
+    """How many ids the draft might propose to this row."""
+    drawn: int = 0
+    """How many it drew for every row; behind them the window holds id 0."""
     logprobs: tuple[TokenLogprobs, ...] = ()
     """Of the emitted ids; empty unless the request asks for them."""
 
@@ -172,6 +176,8 @@ def read_rows(
     places: Mapping[int, RowPlace],
     config: StepConfig,
     wanted: Mapping[int, int] = MappingProxyType({}),
+    *,
+    draft_ks: Sequence[int],
 ) -> dict[int, RowStep]:
     """Take a step's result over to the host; this waits for it.
 
@@ -181,6 +187,7 @@ def read_rows(
         places: where the rows to read stood before it.
         config: the step's.
         wanted: of `wanted_logprobs`.
+        draft_ks: how many ids the draft might propose to each of the B rows.
 
     Returns:
         What the step did to each of those rows.
@@ -202,6 +209,8 @@ def read_rows(
             key=tuple(roots[row].tolist()),
             mode=config.mode,
             narrow_draft=config.narrow_draft,
+            draft_k=draft_ks[row],
+            drawn=config.proposals,
             logprobs=()
             if row not in wanted
             else read_logprobs(tokens[row, : emitted[row]].tolist(), own[row], tops[row], top_values[row], wanted[row]),

@@ -19,7 +19,7 @@ class StepConfig:
     """
 
     width: int = attrs.field(validator=attrs.validators.ge(1))
-    """W: tokens a row in the target's forward; a speculative step proposes K = W - 1."""
+    """W: tokens a row in the target's forward; a speculative step proposes up to K = W - 1."""
     vocab_size: int = attrs.field(validator=attrs.validators.ge(1))
     """Ids that may be emitted: [0, vocab_size). Logits behind it are padding and are cut off."""
     mode: Mode = attrs.field(default="greedy", validator=attrs.validators.in_(("greedy", "sampled", "filtered")))
@@ -38,8 +38,15 @@ class StepConfig:
     """Whether bias and penalties are in the graph. Like the mode, this never changes a row that does not use them."""
     logprobs: bool = False
     """Whether to compute `StepOutput.logprob` and the likeliest alternatives."""
+    draft_k: int | None = attrs.field(default=None)
+    """How many ids the draft draws, 0 to W - 1: its other forwards are not in the graph, and the window is filled up
+    with id 0. None draws W - 1. At 0 the step is the plain one, and the draft's cache falls behind."""
+
+    @draft_k.validator
+    def _check_draft_k(self, _: object, value: int | None) -> None:
+        assert value is None or 0 <= value < self.width, f"draft_k: got {value}, expected 0 to {self.width - 1}"
 
     @property
-    def filters(self) -> bool:
-        """Whether the filters are in the graph."""
-        return self.mode == "filtered"
+    def proposals(self) -> int:
+        """K: how many ids a draft draws."""
+        return self.width - 1 if self.draft_k is None else self.draft_k

@@ -20,7 +20,7 @@ __all__ = ["Explanation", "explain_step"]
 
 @attrs.frozen(eq=False, kw_only=True)
 class Explanation:
-    """One step of B rows. N is W with a draft and 1 without, where the rest of the window decides nothing."""
+    """One step of B rows. N is K + 1: 1 without a draft, and the rest of the window decides nothing."""
 
     proposed: mx.array
     """int32 [B]: how many proposals exist."""
@@ -68,13 +68,14 @@ def explain_step(
     Returns:
         The explanation.
     """
+    draft = draft if config.proposals > 0 else None
     raw, _ = target(window, state.target_kv, mx.maximum(state.length - 1, 0))
-    count = 1 if draft is None else config.width
+    count = 1 if draft is None else config.proposals + 1
     logits = raw[:, :count, : config.vocab_size].astype(mx.float32)  # [B, W, V] -> [B, N, V]
     history = history_of(config, state, sampling)
     # the plain step fills its window up with an id that is part of no history
-    histories = history if history is None or draft is None else history.through(window[:, 1:])
-    warped = warp(adjust(logits, sampling, histories), sampling, filters=config.filters)
+    histories = history if history is None or draft is None else history.through(window[:, 1:count])
+    warped = warp(adjust(logits, sampling, histories), sampling, mode=config.mode)
     gumbel = None
     if config.mode != "greedy":
         positions = state.length[:, None] + mx.arange(count)  # [B, N]
@@ -96,10 +97,10 @@ def explain_step(
             residual=nothing.astype(mx.int32),
             **shared,
         )
-    proposals = window[:, 1:]
+    proposals = window[:, 1:count]
     proposal = propose(config, draft, state, sampling, history, recorded=proposals)
     p, q = mx.softmax(warped, axis=-1)[:, :-1], mx.softmax(proposal.warped, axis=-1)  # [B, K, V] each
-    positions = state.length[:, None] + mx.arange(config.width - 1)  # [B, K]
+    positions = state.length[:, None] + mx.arange(count - 1)  # [B, K]
     uniforms = noise.uniform(noise.position_keys(state.key, positions, noise.ACCEPT))
     by_choice = accept.coupled_accepts(proposals, choice)
     accepts = mx.where(by_ratio[:, None], accept.leviathan_accepts(proposals, p, q, uniforms), by_choice)

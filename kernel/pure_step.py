@@ -2,9 +2,9 @@
 
     step : (DecodeState, Sampling) -> (DecodeState, StepOutput)
 
-The draft proposes K ids, the target scores all of them in one forward of width W = K + 1, a prefix is accepted, the
-state moves on. There is no global randomness, no hidden cache, no host sync; shapes are static and whatever changes
-from step to step is an array.
+The draft proposes K ids, the target scores all of them in one forward of width W, a prefix is accepted, the state moves
+on. K is W - 1, or less where `StepConfig.draft_k` says so; the target's bits depend on W alone. There is no global
+randomness, no hidden cache, no host sync; shapes are static and whatever changes from step to step is an array.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from posttrainllm.kernel.adjust import adjust, history_of
 from posttrainllm.kernel.commit import commit
 from posttrainllm.kernel.config import StepConfig
 from posttrainllm.kernel.constants import indices
-from posttrainllm.kernel.draft import Draft, Proposal, propose
+from posttrainllm.kernel.draft import Draft, Proposal, catch_up, propose
 from posttrainllm.kernel.forward import Forward, bounded
 from posttrainllm.kernel.logprobs import token_logprobs
 from posttrainllm.kernel.refill import refill_step
@@ -26,10 +26,12 @@ from posttrainllm.kernel.sampling import choose, warp
 from posttrainllm.kernel.state import DecodeState, KVCache, Sampling, StepOutput, assert_dtypes
 
 __all__ = [
+    "CatchUp",
     "Prefill",
     "Refill",
     "Score",
     "Step",
+    "compile_catch_up",
     "compile_forward",
     "compile_prefill",
     "compile_refill",
@@ -40,6 +42,7 @@ __all__ = [
 ]
 
 Step: TypeAlias = Callable[[DecodeState, Sampling], tuple[DecodeState, StepOutput]]
+CatchUp: TypeAlias = Callable[[DecodeState, mx.array], DecodeState]
 Prefill: TypeAlias = Callable[[mx.array, KVCache, mx.array], KVCache]
 Refill: TypeAlias = Callable[[DecodeState, mx.array, mx.array, mx.array], DecodeState]
 Score: TypeAlias = Callable[[mx.array, KVCache, mx.array, mx.array], tuple[KVCache, mx.array, mx.array, mx.array]]
@@ -54,7 +57,7 @@ def speculative_step(
     bit. With the leviathan rule they follow the target's law exactly.
 
     Args:
-        config: static shape of the step; K = config.width - 1 must be at least 1.
+        config: static shape of the step; K = config.proposals must be at least 1.
         target: the model whose output this is.
         draft: the model that proposes.
         state: B rows.
@@ -63,27 +66,31 @@ def speculative_step(
     Returns:
         The next state and what was emitted.
     """
+    K = config.proposals
     # under leviathan alone the target draws once a step, where the last accepted proposal ends
     shared_noise = None if config.rules == "leviathan" else _target_noise(config, state.key, _positions(config, state))
     history = history_of(config, state, sampling)
     proposal = propose(config, draft, state, sampling, history, target_noise=shared_noise)
-    window = mx.concatenate([_last_token(state), proposal.tokens], axis=1)  # [B, 1], [B, K] -> [B, W]
+    # a token's logits do not depend on what follows it, so neither do they on how much of the window is filled up
+    window = _filled_up(proposal.window, config.width)  # [B, K + 1] -> [B, W]
     logits, target_kv = _score(config, target, state, window)
-    adjusted = adjust(logits, sampling, None if history is None else history.through(proposal.tokens))
-    warped = warp(adjusted, sampling, filters=config.filters)
-    choice = choose(warped, sampling, shared_noise)  # [B, W]
+    judged = logits[:, : K + 1]  # [B, W, V] -> [B, K + 1, V]
+    adjusted = adjust(judged, sampling, None if history is None else history.through(proposal.tokens))
+    warped = warp(adjusted, sampling, mode=config.mode)
+    choice = choose(warped, sampling, shared_noise)  # [B, K + 1]
     accepts = accept.coupled_accepts(proposal.tokens, choice)
     if config.mode == "greedy" or config.rules == "coupled":
         accepted = accept.prefix_length(accepts, proposal.count)
-        replacement = _at(choice, accepted)
+        tokens = choice  # what stands is what the target chose
     else:
         accepted, replacement = _judge_by_ratio(
             config, state, sampling, proposal, warped, shared_noise, choice, accepts
         )
-    column = indices(config.width)[None]  # [1, W]
-    padded = mx.concatenate([proposal.tokens, proposal.tokens[:, :1]], axis=1)  # [B, K] -> [B, W]
-    tokens = mx.where(column < accepted[:, None], padded, replacement[:, None])
-    return commit(config, state, tokens, accepted, proposal.count, proposal.tokens, logits, target_kv, proposal.kv)
+        column = indices(K + 1)[None]  # [1, K + 1]
+        padded = mx.concatenate([proposal.tokens, choice[:, K:]], axis=1)  # [B, K], [B, 1] -> [B, K + 1]
+        tokens = mx.where(column < accepted[:, None], padded, replacement[:, None])
+    tokens = _filled_up(tokens, config.width)  # [B, K + 1] -> [B, W]
+    return commit(config, state, tokens, accepted, proposal.count, window[:, 1:], logits, target_kv, proposal.kv)
 
 
 def plain_step(
@@ -102,16 +109,14 @@ def plain_step(
     Returns:
         The next state and what was emitted; nothing is proposed.
     """
-    batch = state.length.shape[0]
-    filler = mx.zeros((batch, config.width - 1), dtype=mx.int32)
-    window = mx.concatenate([_last_token(state), filler], axis=1)  # [B, 1], [B, W-1] -> [B, W]
+    window = _filled_up(_last_token(state), config.width)  # [B, 1] -> [B, W]
     logits, target_kv = _score(config, target, state, window)
     first_noise = _target_noise(config, state.key, state.length[:, None])
     adjusted = adjust(logits[:, :1], sampling, history_of(config, state, sampling))  # [B, W, V] -> [B, 1, V]
-    choice = choose(warp(adjusted, sampling, filters=config.filters), sampling, first_noise)  # [B, 1]
-    tokens = mx.concatenate([choice, filler], axis=1)  # [B, W]
-    none = mx.zeros((batch,), dtype=mx.int32)
-    return commit(config, state, tokens, none, none, filler, logits, target_kv, state.draft_kv)
+    choice = choose(warp(adjusted, sampling, mode=config.mode), sampling, first_noise)  # [B, 1]
+    tokens = _filled_up(choice, config.width)  # [B, 1] -> [B, W]
+    none = mx.zeros_like(state.length)
+    return commit(config, state, tokens, none, none, mx.zeros_like(tokens[:, 1:]), logits, target_kv, state.draft_kv)
 
 
 def compile_step(config: StepConfig, target: Forward, draft: Draft | None = None, *, compiled: bool = True) -> Step:
@@ -124,7 +129,7 @@ def compile_step(config: StepConfig, target: Forward, draft: Draft | None = None
     Args:
         config: static shape of the step.
         target: the model whose output this is; its weights are frozen into the trace.
-        draft: the model that proposes; None for the plain step.
+        draft: the model that proposes; None for the plain step, which one that draws no id is, too.
         compiled: False runs the same Python operation by operation.
 
     Returns:
@@ -136,7 +141,7 @@ def compile_step(config: StepConfig, target: Forward, draft: Draft | None = None
 
     def on_trees(state_tree: tuple[Any, ...], sampling_tree: tuple[Any, ...]) -> tuple[Any, ...]:
         state, sampling = DecodeState.from_tree(state_tree), Sampling.from_tree(sampling_tree)
-        if draft is None:
+        if draft is None or config.proposals == 0:
             state, output = plain_step(config, target, state, sampling)
         else:
             state, output = speculative_step(config, target, draft, state, sampling)
@@ -191,6 +196,29 @@ def compile_score(forward: Forward, vocab_size: int, *, compiled: bool = True) -
     return mx.compile(score) if compiled else score
 
 
+def compile_catch_up(draft: Draft, *, compiled: bool = True) -> CatchUp:
+    """Bind `catch_up` to a draft and compile it.
+
+    Args:
+        draft: the model that proposes.
+        compiled: False runs it operation by operation.
+
+    Returns:
+        A function from (state, behind int32 [B]) to the state with a window of the draft's cache written.
+    """
+
+    def on_trees(state_tree: tuple[Any, ...], behind: mx.array) -> tuple[Any, ...]:
+        return catch_up(draft, DecodeState.from_tree(state_tree), behind).to_tree()
+
+    run = mx.compile(on_trees) if compiled else on_trees
+
+    def caught_up(state: DecodeState, behind: mx.array) -> DecodeState:
+        moved: DecodeState = DecodeState.from_tree(run(state.to_tree(), behind))
+        return moved
+
+    return caught_up
+
+
 def compile_refill(config: StepConfig, target: Forward, draft: Draft | None = None, *, compiled: bool = True) -> Refill:
     """Bind `refill_step` to its models and compile it, as `compile_step` does the step.
 
@@ -241,6 +269,14 @@ def _score(config: StepConfig, target: Forward, state: DecodeState, window: mx.a
     return logits[..., : config.vocab_size].astype(mx.float32), kv
 
 
+def _filled_up(ids: mx.array, count: int) -> mx.array:
+    """Ids [B, N] and id 0 behind them, int32 [B, count]."""
+    have = ids.shape[1]
+    if have == 1 and count > 1:  # broadcast and fused, where a pad copies
+        return mx.where(indices(count)[None] == 0, ids, 0)
+    return mx.pad(ids, [(0, 0), (0, count - have)]) if have < count else ids
+
+
 def _judge_by_ratio(
     config: StepConfig,
     state: DecodeState,
@@ -258,7 +294,7 @@ def _judge_by_ratio(
     uniforms = noise.uniform(noise.position_keys(state.key, _positions(config, state)[:, :-1], noise.ACCEPT))
     ratio_accepts = accept.leviathan_accepts(proposal.tokens, target_probs[:, :-1], draft_probs, uniforms)
     accepted = accept.prefix_length(mx.where(by_ratio, ratio_accepts, accepts), proposal.count)
-    refused = mx.minimum(accepted, config.width - 2)  # index of the refused proposal, where there is one
+    refused = mx.minimum(accepted, config.proposals - 1)  # index of the refused proposal, where there is one
     if shared_noise is None:
         final_noise = _target_noise(config, state.key, (state.length + accepted)[:, None])  # [B, 1, V]
         assert final_noise is not None
@@ -272,8 +308,8 @@ def _judge_by_ratio(
 
 
 def _positions(config: StepConfig, state: DecodeState) -> mx.array:
-    """int32 [B, W]: absolute positions of the ids that the window's logits decide."""
-    return state.length[:, None] + indices(config.width)
+    """int32 [B, K + 1]: absolute positions of the ids that the window's logits decide."""
+    return state.length[:, None] + indices(config.proposals + 1)
 
 
 def _target_noise(config: StepConfig, key: mx.array, positions: mx.array) -> mx.array | None:

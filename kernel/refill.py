@@ -31,7 +31,7 @@ def refill_step(
         target: the model whose output was recorded.
         draft: the model that proposed; None for a plain run.
         state: B rows, before the step.
-        window: int32 [B, W], what the target was fed: the last committed id and, with a draft, K proposals.
+        window: int32 [B, W], what the target was fed: the last committed id and, with a draft, its proposals.
         tokens: int32 [B, W], the ids that were emitted; behind `emitted` they mean nothing.
         emitted: int32 [B], how many there were, 0 to W.
 
@@ -42,7 +42,7 @@ def refill_step(
     _, target_kv = target(window, state.target_kv, mx.maximum(state.length - 1, 0))
     draft_kv, proposals = state.draft_kv, window[:, 1:]
     batch = window.shape[0]
-    if draft is not None:
+    if draft is not None and config.proposals > 0:
         draft_kv = propose(config, draft, state, _greedy(batch), None, recorded=proposals).kv
     none = mx.zeros((batch,), dtype=mx.int32)
     judged = mx.zeros((batch, config.width, 1))  # finite: what a step emitted was not refused

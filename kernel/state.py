@@ -92,7 +92,7 @@ class StepOutput(_Record):
     finite: mx.array
     """bool [B]: False when the target's logits were not finite; such a row emits nothing and keeps its length."""
     proposals: mx.array
-    """int32 [B, K]: the drafted ids."""
+    """int32 [B, W-1]: the drafted ids, and id 0 behind them where the step draws fewer."""
     margin: mx.array
     """float32 [B, W]: target logit of the best id minus that of the second best, at each window position; [B, 0]
     unless the step was configured with diagnostics."""

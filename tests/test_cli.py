@@ -143,7 +143,7 @@ def test_a_model_alone_decodes_plainly(tiny_checkpoint):
 ONE_LINE_ERRORS = [
     (2, ["--draft-k", "0"], "--draft-k: got 0, expected 1 to 32"),
     (2, ["--draft-k", "1000"], "--draft-k: got 1000, expected 1 to 32"),
-    (2, ["--draft-k", "four"], "'four' is not a valid integer"),
+    (2, ["--draft-k", "four"], "--draft-k: got 'four', expected 1 to 32, auto or auto:N"),
     (2, ["--temperature", "-1"], "--temperature: got -1.0, expected 0, or 0.0001 to 10000"),
     (2, ["--temperature", "nan"], "temperature: got nan"),
     (2, ["--top-p", "2"], "top-p: got 2.0, expected more than 0, at most 1"),

@@ -614,7 +614,7 @@ def test_sample_hashes_no_model_unless_a_broken_verdict_is_on_file(embedded_pair
     def hashed(pair):
         raise AssertionError(f"{pair} was hashed")
 
-    monkeypatch.setattr(cache, "_models_of", hashed)
+    monkeypatch.setattr(cache, "models_of", hashed)
     assert cache.known_broken(embedded_pair, 4) is None
     cache.write_result(key, result_of("identical"))
     cache.write_result({**key, "draft_k": 9}, result_of("broken"))

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from support import decode, fused_weights, make_sampling, make_state, tiny_config, tiny_module, tiny_pair
 
+from posttrainllm.adapters.adaptive import Curve
 from posttrainllm.adapters.engine import Engine, live_slots
 from posttrainllm.adapters.loading.cpu_llama import cpu_llama_forward
 from posttrainllm.adapters.loading.variants import model_from_weights
@@ -14,6 +15,8 @@ from posttrainllm.kernel.config import StepConfig
 from posttrainllm.kernel.draft import Draft
 from posttrainllm.kernel.forward import BoundedForward
 from posttrainllm.kernel.pure_step import compile_forward, compile_step
+
+DEAR = Curve(draft_ks=(0, 1, 2, 4), seconds=(1.0, 5.0, 6.0, 9.0), plain_seconds=1.0)  # tried again and again, no more
 
 
 def unbounded(pair):
@@ -49,15 +52,17 @@ def test_slots_behind_the_windows_change_no_bit(width, dtype, compiled):
             assert all(mx.array_equal(one, two) for one, two in zip(layer, also, strict=True))
 
 
+@pytest.mark.parametrize("curve", [None, DEAR], ids=["fixed K", "K chosen"])
 @pytest.mark.parametrize(("temperature", "coupled"), [(0.0, False), (1.0, False), (1.0, True)])
-def test_rows_that_outgrow_their_bucket_decode_as_if_there_were_none(embedded_pair, temperature, coupled):
+def test_rows_that_outgrow_their_bucket_decode_as_if_there_were_none(embedded_pair, temperature, coupled, curve):
     """Two rows of different lengths; the longer passes 256 and then 512, by steps of 1 to 5 ids in flight."""
     if not isinstance(embedded_pair.target.forward, BoundedForward):
         pytest.skip("the forward in use here always looks at all slots")
     prompts = [[7 * place % 4000 + 5 for place in range(length)] for length in (243, 64)]
 
     def steps(pair):
-        engine = Engine(pair, rows=2, capacity=640, width=5, diagnostics=True)
+        curves = None if curve is None else {"greedy": curve, "sampled": curve}
+        engine = Engine(pair, rows=2, capacity=640, width=5, diagnostics=True, curves=curves)
         for row, prompt in enumerate(prompts):
             limit = len(prompt) + 290
             engine.insert(
@@ -65,13 +70,16 @@ def test_rows_that_outgrow_their_bucket_decode_as_if_there_were_none(embedded_pa
                 RowRequest(prompt=prompt, limit=limit, draft_k=4, seed=row, temperature=temperature, coupled=coupled),
             )
         seen = []
-        for _ in range(60 if temperature else 80):
+        for _ in range(285 if curve else 60 if temperature else 80):
             seen.append({row: (step.tokens, step.margins, step.window) for row, step in engine.step().items()})
         return seen
 
     bounded_steps, whole = steps(embedded_pair), steps(unbounded(embedded_pair))
     assert bounded_steps == whole
-    assert 243 + sum(len(step[0][0]) for step in whole) > 256 + 5
+    assert 243 + sum(len(step[0][0]) for step in whole) > (512 if curve else 256) + 5
+    if curve:  # the draft caught up again and again
+        drafted = [index for index, step in enumerate(whole) if any(step[0][2][1:])]
+        assert 2 < len(drafted) < len(whole) / 5
 
 
 @pytest.mark.parametrize(
@@ -84,7 +92,8 @@ def test_a_bucket_holds_the_length_and_is_smaller_than_the_capacity(length, capa
 
 @pytest.mark.parametrize(("rules", "coupled"), [("leviathan", False), ("coupled", True)])
 @pytest.mark.parametrize("mode", ["sampled", "filtered"])
-def test_the_rule_that_is_left_out_changes_no_row_of_the_other(rules, coupled, mode):
+@pytest.mark.parametrize("drawn", [1, 2, 3])
+def test_the_rule_that_is_left_out_changes_no_row_of_the_other(rules, coupled, mode, drawn):
     """Rows at temperatures, one greedy, one that does not speculate; what is emitted and proposed is the same."""
     pair = tiny_pair(draft="noisy")
     draft = Draft(forward=pair.draft.forward, vocab_size=pair.draft.vocab_size, context=pair.draft.context)
@@ -92,7 +101,7 @@ def test_the_rule_that_is_left_out_changes_no_row_of_the_other(rules, coupled, m
     sampling = make_sampling(4, temperature=[1.0, 0.7, 0.0, 1.3], coupled=coupled, draft_k=[3, 3, 3, 0], top_k=top_k)
     seen = {}
     for chosen in ("both", rules):
-        config = StepConfig(width=4, vocab_size=pair.vocab_size, mode=mode, rules=chosen)
+        config = StepConfig(width=4, vocab_size=pair.vocab_size, mode=mode, rules=chosen, draft_k=drawn)
         step = compile_step(config, pair.target.forward, draft)
         kv = [model.make_kv(4, 64) for model in (pair.target, pair.draft)]
         state = make_state([[9, 8, 7], [1], [3, 4], [2, 2]], limit=60, capacity=64, target_kv=kv[0], draft_kv=kv[1])
@@ -102,7 +111,7 @@ def test_the_rule_that_is_left_out_changes_no_row_of_the_other(rules, coupled, m
             seen[chosen].append((output.tokens.tolist(), output.proposals.tolist(), output.accepted.tolist()))
     assert seen["both"] == seen[rules]
     accepted = [row for step in seen["both"] for row in step[2][:2]]
-    assert 0 < sum(accepted) < 3 * len(accepted)  # refusals and acceptances were both seen
+    assert 0 < sum(accepted) < drawn * len(accepted)  # refusals and acceptances were both seen
 
 
 def test_an_engine_asks_for_the_rules_that_its_rows_have():

@@ -303,6 +303,7 @@ def test_a_broken_verdict_leads_to_plain_decoding_at_width_1_after_one_warning(p
         "enabled": False,
         "reason": "position 7 differs",
         "draft_k": None,
+        "policy": None,
         "accept_rule": None,
         "verdict": "broken",
     }

@@ -180,6 +180,7 @@ def test_counts_and_state_are_in_the_body_and_at_the_end_of_a_stream(client, mak
         "enabled": True,
         "reason": "the gate is switched off",
         "draft_k": DRAFT_K,
+        "policy": "fixed",
         "accept_rule": None,
         "verdict": "not gated",
     }

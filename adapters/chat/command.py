@@ -8,11 +8,11 @@ import attrs
 import click
 
 from posttrainllm.adapters.chat.conversation import Conversation
+from posttrainllm.adapters.draft_length import DraftLength
 from posttrainllm.adapters.gate.heed import unless_broken
 from posttrainllm.adapters.loading.pair import Pair, load_pair
 from posttrainllm.adapters.options import (
     chat_options,
-    check_draft_k,
     check_system,
     draft_options,
     model_options,
@@ -41,7 +41,7 @@ def chat(
     model: str | None,
     draft_model: str | None,
     no_draft: bool,
-    draft_k: int,
+    draft_k: DraftLength,
     dtype: str,
     forward: str,
     system: str | None,
@@ -55,12 +55,12 @@ def chat(
     with a slash are commands: /help lists them.
     """
     params = SamplingParams.from_options(options)
-    check_draft_k(draft_k)
     check_system(system)
     conversation = Conversation(system=system, template_args=parse_template_args(chat_template_args))
     if sys.stdin is None:
         raise UsageError("got no standard input, expected a terminal or lines of text")
-    pair = unless_broken(load_pair(model, draft_model, speculate=not no_draft, dtype=dtype, forward=forward), draft_k)
+    pair = load_pair(model, draft_model, speculate=not no_draft, dtype=dtype, forward=forward)
+    pair = unless_broken(pair, draft_k.on(pair.runtime.device))
     if not pair.tokenizer.has_chat_template:
         click.echo("warning: the checkpoint has no chat template; a plain User/Assistant one is used", err=True)
     session = _Session(conversation, pair, params, draft_k=draft_k, quiet=quiet)
@@ -94,15 +94,17 @@ def _read(on_terminal: bool) -> str | None:
             click.echo("error: got bytes that are no UTF-8, expected text", err=True)
 
 
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class _Session:
     """What every line is taken with."""
 
     conversation: Conversation
     pair: Pair
     params: SamplingParams
-    draft_k: int = attrs.field(kw_only=True)
+    draft_k: DraftLength = attrs.field(kw_only=True)
     quiet: bool = attrs.field(kw_only=True)
+    hinted: bool = attrs.field(default=False, init=False)
+    """Whether it was said that the draft does not pay: once is enough."""
 
     def take(self, line: str) -> bool:
         """Carry out a command, or answer a message; whether the session goes on."""
@@ -140,6 +142,13 @@ class _Session:
             self.conversation.take_back()
         if not self.quiet:
             _report(generation)
+            self._hint(generation)
+
+    def _hint(self, generation: "Generation") -> None:
+        from posttrainllm.adapters.sample.report import print_hint
+
+        stopped = generation.result().finish_reason == "cancelled"  # then the next line is about to be typed
+        self.hinted = self.hinted or (not stopped and print_hint(generation.payoff(measure=True)))
 
 
 def _stream(generation: "Generation") -> None:

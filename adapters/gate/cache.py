@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+import attrs
+
 from posttrainllm.adapters.gate.findings import GateResult
 from posttrainllm.adapters.gate.prompts import prompts_hash
 from posttrainllm.adapters.loading.pair import Pair
@@ -28,9 +30,12 @@ __all__ = [
     "gate_key",
     "good_in_other_shapes",
     "known_broken",
+    "models_of",
     "read_result",
+    "setting_of",
     "trace_file",
     "write_result",
+    "write_whole",
 ]
 
 _FORMAT = 2
@@ -55,9 +60,12 @@ def gate_key(pair: Pair, planned: "Plan") -> dict[str, Any]:
     Raises:
         CheckpointError: a directory is gone or cannot be read.
     """
+    curves = planned.shape.curves
+    costs = {} if curves is None else {mode: attrs.asdict(curve) for mode, curve in curves.items()}
     return {
-        **_models_of(pair),
-        **_setting(pair, planned.shape.draft_k),
+        **models_of(pair),
+        **setting_of(pair, planned.shape.draft_k),
+        **({"auto": json.loads(json.dumps(costs))} if costs else {}),
         "rows": planned.shape.rows,
         "capacity": planned.shape.capacity,
         "prompts": prompts_hash(planned.prompts),
@@ -86,16 +94,28 @@ def write_result(key: dict[str, Any], result: GateResult) -> str | None:
     folder = cache_folder()
     if folder is None:
         return "there is no home directory"
-    text = json.dumps({"format": _FORMAT, "written_ns": time.time_ns(), "key": key, "result": result.to_dict()})
+    value = {"format": _FORMAT, "written_ns": time.time_ns(), "key": key, "result": result.to_dict()}
+    return write_whole(folder / _name(key), json.dumps(value))
+
+
+def write_whole(file: Path, text: str) -> str | None:
+    """Write a file, whose folder is made where it is missing.
+
+    Args:
+        file: what others may read or write meanwhile: they see the old one or the new one, whole.
+        text: of it.
+
+    Returns:
+        None, or why it could not be written.
+    """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        # another process may read or write the same file: it sees the old one or the new one, whole
-        with tempfile.TemporaryDirectory(dir=folder) as own:
-            file = Path(own) / "result"
-            file.write_text(text, encoding="utf-8")
-            file.replace(folder / _name(key))
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=file.parent) as own:
+            draft = Path(own) / "result"
+            draft.write_text(text, encoding="utf-8")
+            draft.replace(file)
     except OSError as error:
-        return f"{folder}: {error.strerror or error}"
+        return f"{file.parent}: {error.strerror or error}"
     return None
 
 
@@ -123,12 +143,12 @@ def known_broken(pair: Pair, draft_k: int) -> str | None:
     verdicts = _kept()
     if not any(result.verdict == "broken" for _, result in verdicts):
         return None
-    setting = _setting(pair, draft_k)
+    setting = setting_of(pair, draft_k)
     verdicts = [(key, result) for key, result in verdicts if _agrees(key, setting)]
     if not any(result.verdict == "broken" for _, result in verdicts):
         return None
     try:
-        models = _models_of(pair)
+        models = models_of(pair)
     except LoadError:  # the pair was not loaded from a directory: no verdict is about it
         return None
     good: list[tuple[int, int]] = []
@@ -180,15 +200,34 @@ def _agrees(key: dict[str, Any], values: dict[str, Any]) -> bool:
     return all(key.get(name) == value for name, value in values.items())
 
 
-def _models_of(pair: Pair) -> dict[str, str | None]:
+def models_of(pair: Pair) -> dict[str, str | None]:
+    """Fingerprints of the models; they are hashed once a pair.
+
+    Args:
+        pair: with a draft, loaded from directories that are still there.
+
+    Returns:
+        Plain values, for a key.
+
+    Raises:
+        CheckpointError: a directory is gone or cannot be read.
+    """
     assert pair.draft is not None, "plan() refuses a pair without a draft"
     if pair not in _FINGERPRINTS:
         _FINGERPRINTS[pair] = fingerprints_of(pair)
     return {**_FINGERPRINTS[pair], "adapter": None}  # none can be loaded yet
 
 
-def _setting(pair: Pair, draft_k: int) -> dict[str, Any]:
-    """What speculative output of a pair depends on beside the models, the shapes and the prompts."""
+def setting_of(pair: Pair, draft_k: int) -> dict[str, Any]:
+    """What speculative output of a pair depends on beside the models, the shapes and the prompts.
+
+    Args:
+        pair: with a draft.
+        draft_k: K.
+
+    Returns:
+        Plain values, for a key.
+    """
     assert pair.draft is not None
     models = {"target": pair.target, "draft": pair.draft}
     return {
@@ -214,7 +253,10 @@ def _source_hash() -> str:
     kernel, adapters = (Path(str(package.__file__)).parent for package in (posttrainllm.kernel, posttrainllm.adapters))
     folders = (kernel, adapters / "loading", adapters / "gate")
     files = [file for folder in folders for file in sorted(folder.glob("*")) if file.suffix in (".py", ".c", ".cu", ".h")]
-    for file in [*files, *(adapters / f"{name}.py" for name in ("batch", "engine", "prefill", "rows", "runtime"))]:
+    for file in [
+        *files,
+        *(adapters / f"{name}.py" for name in ("adaptive", "batch", "engine", "prefill", "rows", "runtime")),
+    ]:
         digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 

@@ -1,11 +1,13 @@
 """The gated paths. A new fast path is one more entry of this table; the harness stays as it is."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import attrs
 
+from posttrainllm.adapters.adaptive import Curve
 from posttrainllm.adapters.engine import Engine
 from posttrainllm.adapters.loading.pair import Pair
+from posttrainllm.kernel.config import Mode
 
 __all__ = ["PATHS", "GatedPath", "Shape"]
 
@@ -20,6 +22,8 @@ class Shape:
     """C."""
     draft_k: int
     """K."""
+    curves: Mapping[Mode, Curve] | None = None
+    """What steps cost, where K is chosen by that from step to step, up to `draft_k`."""
 
     @property
     def width(self) -> int:
@@ -47,7 +51,7 @@ class GatedPath:
 
 
 def _speculative(pair: Pair, shape: Shape) -> Engine:
-    return Engine(pair, rows=shape.rows, capacity=shape.capacity, width=shape.width)
+    return Engine(pair, rows=shape.rows, capacity=shape.capacity, width=shape.width, curves=shape.curves)
 
 
 def _plain(pair: Pair, shape: Shape) -> Engine:

@@ -1,15 +1,17 @@
 """What a gate run decodes: requests and shapes, all fixed before it starts."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import attrs
 
+from posttrainllm.adapters.adaptive import Curve
 from posttrainllm.adapters.engine import capacity_for
 from posttrainllm.adapters.gate.paths import Shape
 from posttrainllm.adapters.gate.probes import least_capacity
 from posttrainllm.adapters.gate.prompts import Prompt
 from posttrainllm.adapters.loading.pair import Pair
 from posttrainllm.adapters.rows import RowRequest
+from posttrainllm.kernel.config import Mode
 from posttrainllm.kernel.errors import CapacityError, UsageError
 
 __all__ = ["TEMPERATURE", "Plan", "plan"]
@@ -46,6 +48,7 @@ def plan(
     drawn: int | None = None,
     rows: int | None = None,
     capacity: int | None = None,
+    curves: Mapping[Mode, Curve] | None = None,
 ) -> Plan:
     """Encode the prompts and choose the shapes.
 
@@ -58,6 +61,7 @@ def plan(
         drawn: requests for the law of `leviathan`, of 128 ids each; None is 16 on a CPU and 64 on a GPU.
         rows: B; None is 16, or a row a prompt where there are fewer.
         capacity: C, whose C - 1 slots bound a row as the context does; None is what the longest prompt needs.
+        curves: what steps cost, where K is chosen by that from step to step.
 
     Returns:
         The plan: one capacity and one number of rows for all.
@@ -92,6 +96,7 @@ def plan(
         rows=rows or min(_ROWS, len(texts)),
         capacity=capacity or capacity_for(longest, draft_k + 1),
         draft_k=draft_k,
+        curves=curves,
     )
     most = min(context, shape.capacity - 1)
 

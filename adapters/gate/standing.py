@@ -167,6 +167,7 @@ def _plan(pair: Pair, shape: "Shape", extent: Extent) -> "Plan":
         drawn=extent.drawn,
         rows=shape.rows,
         capacity=shape.capacity,
+        curves=shape.curves,
     )
 
 

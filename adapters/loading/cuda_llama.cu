@@ -150,33 +150,48 @@ struct Stage {
 template <int K, class RowAt>
 __device__ __forceinline__ void stage_normed(u16* stage, int tokens, const u16* weight, RowAt row_at) {
   static_assert(Stage<K>::FITS, "the inputs of a normed product must fit shared memory");
-  constexpr int PARTS = 4, WORDS = K / 8;
+  constexpr int PARTS = 4, WORDS = K / 8, EACH = ceil_div(WORDS, 32 * PARTS);
   __shared__ float squares[ROWS][PARTS];
-  const int lane = threadIdx.x % 32;
-  for (int item = threadIdx.x / 32; item < tokens * PARTS; item += THREADS / 32) {
-    const int token = item / PARTS, part = item % PARTS;
-    const u16* from = row_at(token);
+  const int lane = threadIdx.x % 32, items = tokens * PARTS;
+  uint4 next[EACH];
+  const auto load = [&](int item) {
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+      const int word = item % PARTS * 32 + lane + i * 32 * PARTS;
+      if (item < items && word < WORDS) next[i] = load_fresh(row_at(item / PARTS) + word * 8);
+    }
+  };
+  load(threadIdx.x / 32);
+#pragma unroll 1
+  for (int item = threadIdx.x / 32; item < items; item += THREADS / 32) {
+    uint4 v[EACH];
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) v[i] = next[i];
+    load(item + THREADS / 32);  // on its way while this one is added up
     float sum = 0.0f;
 #pragma unroll
-    for (int word = part * 32 + lane; word < ceil_div(WORDS, 32 * PARTS) * 32 * PARTS; word += 32 * PARTS) {
-      if (word >= WORDS) break;
-      const uint4 v = load_fresh(from + word * 8);
-      *reinterpret_cast<uint4*>(stage + token * Stage<K>::STRIDE + word * 8) = v;
-      const u32 words[4] = {v.x, v.y, v.z, v.w};
+    for (int i = 0; i < EACH; ++i) {
+      const int word = item % PARTS * 32 + lane + i * 32 * PARTS;
+      if (word >= WORDS) continue;
+      *reinterpret_cast<uint4*>(stage + item / PARTS * Stage<K>::STRIDE + word * 8) = v[i];
+      const u32 words[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        sum = fmaf(low_of(words[i]), low_of(words[i]), sum);
-        sum = fmaf(high_of(words[i]), high_of(words[i]), sum);
+      for (int j = 0; j < 4; ++j) {
+        sum = fmaf(low_of(words[j]), low_of(words[j]), sum);
+        sum = fmaf(high_of(words[j]), high_of(words[j]), sum);
       }
     }
 #pragma unroll
     for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
-    if (lane == 0) squares[token][part] = sum;
+    if (lane == 0) squares[item / PARTS][item % PARTS] = sum;
   }
+  constexpr bool SAME_PLACE = THREADS % WORDS == 0;  // whether a thread meets one place of every row
+  uint4 w = load_weight(weight + threadIdx.x % WORDS * 8);
   __syncthreads();
+#pragma unroll 1
   for (int index = threadIdx.x; index < tokens * WORDS; index += THREADS) {
     const int token = index / WORDS, k = index % WORDS * 8;
-    const uint4 w = load_weight(weight + k);
+    if (!SAME_PLACE) w = load_weight(weight + k);
     uint4* at = reinterpret_cast<uint4*>(stage + token * Stage<K>::STRIDE + k);
     const uint4 v = *at;
     const float* parts = squares[token];

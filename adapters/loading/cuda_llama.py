@@ -1,7 +1,8 @@
 """A forward of Llama models for NVIDIA GPUs: one persistent kernel for short windows.
 
-The cache of all layers is one buffer, [B, 2 * layers * H, C, D], keys before values, so that a forward writes it once. Long windows, as in prefill, take the same weights through plain MLX operations, which are also the kernel's
-reference. Source of the kernel: cuda_llama.cu, cuda_attention.cu, cuda_forward.cu.
+The cache of all layers is one buffer, [B, 2 * layers * H, C, D], keys before values, so that a forward writes it once.
+Long windows, as in prefill, take the same weights through plain MLX operations, which are also the kernel's reference.
+Source of the kernel: cuda_llama.cu, cuda_attention.cu, cuda_forward.cu.
 """
 
 import functools
@@ -12,7 +13,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from posttrainllm.adapters.loading.fused_llama import fused_llama_forward
-from posttrainllm.adapters.loading.llama import LlamaLayer, LlamaShape, LlamaWeights
+from posttrainllm.adapters.loading.llama import Linear, LlamaLayer, LlamaShape, LlamaWeights
 from posttrainllm.adapters.loading.nvrtc import Gpu, compile_cuda
 from posttrainllm.kernel.cache import write_at
 from posttrainllm.kernel.forward import Forward
@@ -58,7 +59,7 @@ def unsupported(weights: LlamaWeights, device: Gpu | None) -> str | None:
     return None
 
 
-def _linears(layer: LlamaLayer) -> tuple:
+def _linears(layer: LlamaLayer) -> tuple[Linear, ...]:
     return (layer.qkv, layer.output, layer.gate_up, layer.down)
 
 

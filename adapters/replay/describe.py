@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from posttrainllm.adapters.adaptive import curve_mode
 from posttrainllm.adapters.loading.fingerprint import fingerprint, tokenizer_fingerprint
 from posttrainllm.adapters.loading.hub import locate
 from posttrainllm.adapters.loading.pair import Pair, embedded_path
@@ -84,6 +85,7 @@ def header_of(
         **{name: getattr(request, name) for name in ("presence_penalty", "frequency_penalty", "repetition_penalty")},
         logit_bias=request.logit_bias,
         request_id=request_id,
+        auto=None if engine.curves is None else engine.curves[curve_mode(request.mode)],
     )
 
 
@@ -111,6 +113,8 @@ def step_record(index: int, step: "RowStep", header: Header) -> StepRecord:
         finite=step.finite,
         mode=step.mode,
         narrow_draft=step.narrow_draft,
+        draft_k=step.draft_k,
+        drawn=step.drawn,
     )
 
 

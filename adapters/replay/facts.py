@@ -24,7 +24,7 @@ def step_facts(view: StepView, header: Header, tokenizer: Tokenizer) -> dict[str
     positions = []
     for index in range(len(explanation["choice"])):
         entry: dict[str, Any] = {"position": ran.length + index}
-        if index < header.proposals:
+        if index < len(explanation["draft_probs"]):
             entry |= _proposal(view, index, tokenizer)
         best = explanation["best"][index]
         entry["margin"] = explanation["margin"][index]
@@ -70,7 +70,7 @@ def _decision(view: StepView, index: int, header: Header, tokenizer: Tokenizer) 
     if ran.length + index >= header.limit:
         return "behind the limit"
     if index > stood:
-        return "not proposed" if proposed <= index < header.proposals else "not reached"
+        return "not proposed" if proposed <= index < len(explanation["draft_probs"]) else "not reached"
     draw = token_text(tokenizer, explanation["choice"][index])
     by_ratio = explanation["by_ratio"] and index < proposed
     if index < stood:

@@ -3,10 +3,12 @@
 Only the form is held against expectations here: that the tokens are the run's is what a replay finds out.
 """
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
 
+from posttrainllm.adapters.adaptive import Curve
 from posttrainllm.adapters.loading.pair import DTYPES
 from posttrainllm.adapters.params import MAX_DRAFT_K, SamplingParams, is_int
 from posttrainllm.adapters.replay.trace import FORMAT, Header, StepRecord, Trace
@@ -189,7 +191,19 @@ def _header(line: _Line) -> Header:
         variants=line.texts("variants", *names) if "variants" in line.value else {},
         **{name: getattr(params, name) for name in _ADJUSTMENTS},
         request_id=line.text("request_id") if "request_id" in line.value else None,
+        auto=_curve(line.nested("auto"), drafted) if "auto" in line.value and drafted else None,
     )
+
+
+def _curve(line: _Line, most: int) -> Curve:
+    """What K was chosen by."""
+    draft_ks = line.integers("draft_ks", 1, most + 1, most + 1)
+    if draft_ks[0] != 0 or any(low >= high for low, high in itertools.pairwise(draft_ks)):
+        line.refuse("draft_ks", list(draft_ks), "rising numbers from 0 on")
+    positive = "seconds, more than 0"
+    seconds = line.take("seconds", lambda got: _floats(got, len(draft_ks)) and min(got) > 0, f"{positive}, one a K")
+    plain = line.take("plain_seconds", lambda got: _floats([got], 1) and got > 0, positive)
+    return Curve(draft_ks=draft_ks, seconds=tuple(map(float, seconds)), plain_seconds=float(plain))
 
 
 def _step(line: _Line, header: Header, index: int) -> StepRecord:
@@ -200,6 +214,8 @@ def _step(line: _Line, header: Header, index: int) -> StepRecord:
     margins = None
     if "margins" in line.value:
         margins = line.take("margins", lambda got: _floats(got, len(emitted)), f"{len(emitted)} numbers")
+    choices = (K,) if header.auto is None else header.auto.draft_ks
+    drawn = K if header.auto is None else line.take("drawn", choices.__contains__, f"one of {list(choices)}")
     return StepRecord(
         step=index,
         length=length,
@@ -214,6 +230,8 @@ def _step(line: _Line, header: Header, index: int) -> StepRecord:
         finite=line.flag("finite") if "finite" in line.value else True,
         mode=line.one_of("mode", _MODES) if "mode" in line.value else header.mode,
         narrow_draft=line.flag("narrow_draft") if "narrow_draft" in line.value else header.narrow_draft,
+        draft_k=header.draft_k if header.auto is None else line.integer("draft_k", 0, drawn),
+        drawn=drawn,
     )
 
 

@@ -2,7 +2,8 @@
 
 Before the first step the prompt goes through the engine's own prefill. To stand at step N the caches are then refilled:
 every step before it is repeated at its recorded width and position with its recorded proposals, so that every entry
-gets the bits it had. Steps are run by the engine's own compiled functions.
+gets the bits it had. Steps are run by the engine's own compiled functions. Where K was chosen from step to step the
+recorded ones are run, and beside them they are chosen again from the trace's costs and steps.
 """
 
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ import attrs
 import mlx.core as mx
 import numpy as np
 
+from posttrainllm.adapters.adaptive import Pacer, curve_mode
 from posttrainllm.adapters.engine import Engine
 from posttrainllm.adapters.loading.pair import Pair
 from posttrainllm.adapters.replay.trace import StepRecord, Trace
@@ -21,7 +23,7 @@ from posttrainllm.kernel.errors import TraceError
 from posttrainllm.kernel.explain import Explanation, explain_step
 from posttrainllm.kernel.noise import root_key
 from posttrainllm.kernel.pure_step import Refill, compile_refill
-from posttrainllm.kernel.state import DecodeState
+from posttrainllm.kernel.state import DecodeState, Sampling
 
 __all__ = ["Replayer"]
 
@@ -60,6 +62,7 @@ class Replayer:
         rows = [self._request if row == header.row else None for row in range(header.rows)]
         self._sampling = sampling_of(rows, pair.vocab_size)
         self._state: DecodeState | None = None
+        self._pacer, self._behind = self._new_pacer(), 0
         self._place = RowPlace(length=len(header.prompt), last=header.prompt[-1])
 
     @property
@@ -89,6 +92,7 @@ class Replayer:
         engine.insert(self._header.row, self._request)
         self._state = engine.hand_over()
         self._place = RowPlace(length=len(self._header.prompt), last=self._header.prompt[-1])
+        self._pacer, self._behind = self._new_pacer(), 0
         for record in self._trace.steps[:step]:
             self._refill(record)
 
@@ -102,14 +106,19 @@ class Replayer:
             What the step did here.
         """
         config = self._config(record)
+        chosen = self._catch_up(record)
         keys = self.state.key
+        sampling = self._sampling_of(record)
         # nothing may hold the old state while the new one is evaluated, or its buffers are copied
         state, self._state = self.state, None
-        self._state, output = self._engine.step_for(config)(state, self._sampling)
+        self._state, output = self._engine.step_for(config)(state, sampling)
         del state
         mx.eval(self._state.to_tree(), output.to_tree())
-        step = read_rows(output, keys, {self._header.row: self._place}, config)[self._header.row]
+        draft_ks = [chosen] * self._header.rows
+        places = {self._header.row: self._place}
+        step = read_rows(output, keys, places, config, draft_ks=draft_ks)[self._header.row]
         self._place = self._place.after(step)
+        self._read(record, proposed=step.proposed, accepted=step.accepted)
         return step
 
     def explain(self, record: StepRecord, window: Sequence[int]) -> dict[str, Any]:
@@ -126,7 +135,8 @@ class Replayer:
         """
         target, draft = self._engine.models
         windows = self._rows_of(window)
-        explanation = explain_step(self._config(record), target, draft, self.state, self._sampling, windows)
+        state = self._engine.caught_up(self.state, self._behind_of(record))
+        explanation = explain_step(self._config(record), target, draft, state, self._sampling_of(record), windows)
         mx.eval([getattr(explanation, field.name) for field in attrs.fields(Explanation)])
         return {
             field.name: np.array(getattr(explanation, field.name))[self._header.row].tolist()
@@ -145,11 +155,44 @@ class Replayer:
         )
 
     def _config(self, record: StepRecord) -> StepConfig:
-        config = self._engine.config_for(record.mode, adjusted=self._request.adjusted)
+        config = self._engine.config_for(record.mode, adjusted=self._request.adjusted, draft_k=record.drawn)
         return attrs.evolve(config, narrow_draft=record.narrow_draft)
+
+    def _new_pacer(self) -> Pacer | None:
+        header = self._header
+        if header.auto is None:
+            return None
+        pacer = Pacer(1, {curve_mode(self._request.mode): header.auto})
+        pacer.enter(0, self._request.mode, header.draft_k)
+        return pacer
+
+    def _catch_up(self, record: StepRecord) -> int:
+        """Feed the draft what steps without it left out, where the step drafts; the K that would be chosen here."""
+        chosen = record.draft_k if self._pacer is None else self._pacer.decide()[0][0]
+        if self._pacer is not None:
+            state, self._state = self.state, None
+            self._state = self._engine.caught_up(state, self._behind_of(record))
+            del state
+            self._behind = 0 if record.draft_k else self._behind + 1
+        return chosen
+
+    def _behind_of(self, record: StepRecord) -> list[int]:
+        here = self._behind if record.draft_k > 0 else 0
+        return [here * (row == self._header.row) for row in range(self._header.rows)]
+
+    def _sampling_of(self, record: StepRecord) -> Sampling:
+        """The request's, with this step's K."""
+        draft_ks = [record.draft_k * (row == self._header.row) for row in range(self._header.rows)]
+        return attrs.evolve(self._sampling, draft_k=mx.array(draft_ks, dtype=mx.int32))
+
+    def _read(self, record: StepRecord, *, proposed: int, accepted: int) -> None:
+        if self._pacer is not None:
+            self._pacer.read(0, record.draft_k, proposed=proposed, accepted=accepted)
 
     def _refill(self, record: StepRecord) -> None:
         config, width = self._config(record), self._header.width
+        self._catch_up(record)
+        self._read(record, proposed=record.proposed, accepted=record.accepted)
         padded = (*record.emitted, *[0] * (width - len(record.emitted)))
         emitted = mx.array([len(record.emitted) * (row == self._header.row) for row in range(self._header.rows)])
         state, self._state = self.state, None
@@ -176,8 +219,9 @@ class Replayer:
     def _check_history(self, steps: Sequence[StepRecord]) -> None:
         """Steps that are not run again must at least follow from each other: they decide where the others begin."""
         place = RowPlace(length=len(self._header.prompt), last=self._header.prompt[-1])
-        filler = (0,) * (self._header.width - 1)
+        width = self._header.width
         for record in steps:
+            drawn = record.drawn if self._header.drafted else 0
             stands = record.proposals[: max(len(record.emitted) - 1, 0)]
             if not len(record.emitted) - 1 <= record.accepted <= record.proposed:
                 raise TraceError(
@@ -187,7 +231,7 @@ class Replayer:
             for name, got, expected in (
                 ("key", record.key, self._header.key),
                 ("length", record.length, place.length),
-                ("window", record.window, (place.last, *(record.proposals if self._header.drafted else filler))),
+                ("window", record.window, (place.last, *record.proposals[:drawn], *[0] * (width - 1 - drawn))),
                 ("emitted", record.emitted[: len(stands)], stands),
             ):
                 if got != expected:

@@ -36,7 +36,7 @@ def describe_run(header: Header, *, compiled: bool) -> str:
         The line.
     """
     if header.drafted:
-        how = f"K={header.proposals}"
+        how = f"K={header.proposals}" if header.auto is None else f"K=auto up to {header.proposals}"
         how += f", {header.accept_rule}" if header.temperature > 0 else ""
     else:
         how = f"plain at width {header.width}"

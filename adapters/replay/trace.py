@@ -7,17 +7,20 @@ the next step is read, so a killed run leaves all its steps but possibly the las
     {"step": 0, "length": 7, "window": [...], "proposals": [...], "proposed": 4, "accepted": 2, "emitted": [...], ...}
     {"end": "length", "steps": 16}
 
-A step's line has `margins` where the engine computed them, `finite` when it is false, and `mode` and `narrow_draft`
-when they are not the header's, as happens to a row among others. A cancelled run's end has no count. `variants` names
-the forwards; a trace without them is an older one, and takes those of here. The header's
-`sampling` has `logit_bias`, as pairs, and each penalty where the request uses it, and the header a `request_id` where a
-server gave one; a trace without them reads as one of a request that uses none.
+Under `--draft-k auto` the header has `auto`, the costs that K was chosen by, and each step its `draft_k`, what the
+draft might propose to the row, and `drawn`, what it drew for all rows together. A step's line has `margins` where the
+engine computed them, `finite` when it is false, and `mode` and `narrow_draft` when they are not the header's, as in a
+row among others. A cancelled run's end has no count. `variants` names the forwards; a trace without them is an older
+one, and takes those of here. The header's `sampling` has `logit_bias`, as pairs, and each penalty where the request
+uses it, and the header a `request_id` where a server gave one; a trace without them reads as one of a request that
+uses none.
 """
 
 from typing import Any
 
 import attrs
 
+from posttrainllm.adapters.adaptive import Curve
 from posttrainllm.adapters.params import AcceptRule
 from posttrainllm.kernel.config import Mode
 
@@ -78,6 +81,8 @@ class Header:
     repetition_penalty: float = 1.0
     request_id: str | None = None
     """Of the server that decoded it."""
+    auto: Curve | None = None
+    """What K was chosen by from step to step; None where it was the same in all."""
 
     @property
     def _adjustments(self) -> dict[str, Any]:
@@ -107,6 +112,7 @@ class Header:
             "shapes": {"B": self.rows, "C": self.capacity, "W": self.width, "prefill_chunk": self.chunk},
             "row": self.row,
             "K": self.proposals,
+            **({} if self.auto is None else {"auto": attrs.asdict(self.auto)}),
             "accept_rule": self.accept_rule,
             "step": {name: getattr(self, name) for name in ("mode", "narrow_draft", "diagnostics")},
             "sampling": {name: getattr(self, name) for name in _SAMPLING} | self._adjustments,
@@ -136,12 +142,18 @@ class StepRecord:
     finite: bool
     mode: Mode
     narrow_draft: bool
+    draft_k: int
+    """How many ids the draft might propose to the row."""
+    drawn: int
+    """How many it drew; behind them the window holds id 0."""
 
     def to_json(self, header: Header) -> dict[str, Any]:
         """The step's line."""
         line: dict[str, Any] = attrs.asdict(self, filter=lambda field, value: field.name not in _SOMETIMES)
         if self.margins is not None:
             line["margins"] = self.margins
+        if header.auto is not None:
+            line |= {"draft_k": self.draft_k, "drawn": self.drawn}
         if not self.finite:
             line["finite"] = False
         line.update({name: getattr(self, name) for name in _CONFIG if getattr(self, name) != getattr(header, name)})
@@ -168,4 +180,4 @@ class Trace:
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "draft_k")
 _PENALTIES = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
 _CONFIG = ("mode", "narrow_draft")
-_SOMETIMES = ("margins", "finite", *_CONFIG)
+_SOMETIMES = ("margins", "finite", "draft_k", "drawn", *_CONFIG)

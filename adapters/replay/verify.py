@@ -117,6 +117,7 @@ def compare(record: StepRecord, ran: RowStep, trace: Trace) -> Divergence | None
     pairs: list[tuple[str, Any, Any, int]] = [  # name, expected, got, position of the first entry
         ("key", record.key, ran.key, ran.length),
         ("length", record.length, ran.length, ran.length),
+        ("draft_k", record.draft_k, ran.draft_k, ran.length),
         ("window", record.window[:1], ran.window[:1], ran.length - 1),
         ("proposals", record.proposals, ran.window[1:] if drafted else (), ran.length),
         ("proposed", record.proposed, ran.proposed, ran.length),

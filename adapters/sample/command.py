@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from posttrainllm.adapters.chat.conversation import Conversation
+from posttrainllm.adapters.draft_length import DraftLength
 from posttrainllm.adapters.gate.heed import unless_broken
 from posttrainllm.adapters.loading.pair import Pair, load_pair
 from posttrainllm.adapters.options import (
     chat_options,
-    check_draft_k,
     check_system,
     draft_options,
     model_options,
@@ -59,7 +59,7 @@ def sample(
     model: str | None,
     draft_model: str | None,
     no_draft: bool,
-    draft_k: int,
+    draft_k: DraftLength,
     prompt: str | None,
     prompt_file: str | None,
     chat: bool,
@@ -80,16 +80,15 @@ def sample(
     """
     params = SamplingParams.from_options(options)
     plain = no_draft or (model is not None and draft_model is None)
-    _check_widths(draft_k, plain_width, plain)
+    _check_plain_width(plain_width, plain)
     check_system(system)
     template_args = parse_template_args(chat_template_args)
     if not chat and (system is not None or chat_template_args is not None):
         raise UsageError("--system and --chat-template-args: got them without --chat, expected --chat beside them")
     text = read_prompt(prompt, prompt_file)
     with _status(enabled=not (quiet or as_json)) as status:
-        pair = unless_broken(
-            load_pair(model, draft_model, speculate=not no_draft, dtype=dtype, forward=forward), draft_k
-        )
+        pair = load_pair(model, draft_model, speculate=not no_draft, dtype=dtype, forward=forward)
+        pair = unless_broken(pair, draft_k.on(pair.runtime.device))
         from posttrainllm.adapters.generation import Generation
 
         ids = _encode_chat(pair, text, system, template_args) if chat else pair.tokenizer.encode(text)
@@ -106,9 +105,11 @@ def sample(
     if as_json:
         click.echo(json.dumps(result.to_dict(), ensure_ascii=False))
     elif not quiet:
-        from posttrainllm.adapters.sample.report import print_statistics
+        from posttrainllm.adapters.sample.report import print_hint, print_statistics
 
         print_statistics(result)
+        if not code:  # after Ctrl-C nobody waits for costs to be measured
+            print_hint(generation.payoff(measure=True))
     if code:
         sys.exit(code)
 
@@ -149,8 +150,7 @@ def _run(generation: "Generation", *, echo: bool, stop_status: Any) -> int:
     return code
 
 
-def _check_widths(draft_k: int, plain_width: int | None, plain: bool) -> None:
-    check_draft_k(draft_k)
+def _check_plain_width(plain_width: int | None, plain: bool) -> None:
     if plain_width is not None:
         check_width("plain-width", plain_width, 1, MAX_DRAFT_K + 1)
         if not plain:

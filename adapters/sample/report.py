@@ -4,9 +4,10 @@ import sys
 
 from rich.console import Console
 
+from posttrainllm.adapters.payoff import Payoff
 from posttrainllm.adapters.result import Result
 
-__all__ = ["print_statistics", "statistics"]
+__all__ = ["lengths", "print_hint", "print_statistics", "statistics"]
 
 
 def print_statistics(result: Result) -> None:
@@ -16,6 +17,31 @@ def print_statistics(result: Result) -> None:
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     for line in statistics(result):
         console.print(line, style="dim", markup=False)
+
+
+def print_hint(payoff: Payoff | None) -> bool:
+    """Say on standard error that the draft does not pay, where that is so.
+
+    Args:
+        payoff: of the generation; None where nothing is known.
+
+    Returns:
+        Whether it was said.
+    """
+    if payoff is None or payoff.hint is None or sys.stderr is None:
+        return False
+    Console(stderr=True, highlight=False, soft_wrap=True).print(f"hint: {payoff.hint}", markup=False)
+    return True
+
+
+def lengths(result: Result) -> str:
+    """The K of a run with a draft, or how often each was chosen."""
+    steps = result.speculative.get("steps")
+    if steps is None:
+        return f"K={result.draft_k}"
+    total = sum(steps.values())
+    shares = ", ".join(f"{draft_k} in {count / total:.0%}" for draft_k, count in steps.items())
+    return f"K=auto: {shares or 'none'} of the steps"
 
 
 def statistics(result: Result) -> list[str]:
@@ -39,7 +65,7 @@ def statistics(result: Result) -> list[str]:
         share = "nothing proposed" if usage.accept_rate is None else f"{usage.accept_rate:.3f}"
         lines.append(
             f"draft accepted {usage.draft_accepted} of {usage.draft_proposed} proposed ({share}) | "
-            f"{timings.tokens_per_step or 0:.2f} tokens a step, K={result.draft_k}"
+            f"{timings.tokens_per_step or 0:.2f} tokens a step, {lengths(result)}"
             + (f" | rule {result.accept_rule}" if result.accept_rule else "")
         )
     else:

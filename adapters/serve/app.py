@@ -192,7 +192,9 @@ class _Api:
             )
 
     def _speculative(self) -> dict[str, Any]:
-        return speculation(self._scheduler.standing, self._scheduler.engine.width)
+        engine = self._scheduler.engine
+        state = speculation(self._scheduler.standing, engine.width, auto=engine.curves is not None)
+        return {**state, "pays": self._scheduler.pays if state["enabled"] else None}
 
     def _card(self) -> dict[str, Any]:
         settings, pair = self._settings, self._scheduler.engine.pair

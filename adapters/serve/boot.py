@@ -9,6 +9,9 @@ from typing import Any
 
 import attrs
 
+from posttrainllm.adapters.adaptive import Curve, choices_up_to
+from posttrainllm.adapters.costs import CostShape, curves_for
+from posttrainllm.adapters.draft_length import DraftLength
 from posttrainllm.adapters.engine import Engine, capacity_for
 from posttrainllm.adapters.gate.heed import AGAIN
 from posttrainllm.adapters.gate.paths import Shape
@@ -22,6 +25,7 @@ from posttrainllm.adapters.serve.admission import Admission
 from posttrainllm.adapters.serve.recordings import Recordings
 from posttrainllm.adapters.serve.scheduler import FullGate, Scheduler
 from posttrainllm.adapters.serve.settings import ServeSettings
+from posttrainllm.kernel.config import Mode
 from posttrainllm.kernel.errors import GateError, UsageError
 
 __all__ = ["ServeOptions", "Served", "boot"]
@@ -37,7 +41,7 @@ class ServeOptions:
     model: str | None
     draft_model: str | None
     speculate: bool
-    draft_k: int
+    draft_k: DraftLength
     dtype: str
     forward: str
     accept_rule: AcceptRule
@@ -83,8 +87,11 @@ def boot(options: ServeOptions) -> Served:
     if options.gate == "strict" and pair.draft is None:
         raise UsageError("--gate strict: got no draft model, expected one: there is nothing to gate")
     context = _context(pair, options.max_context)
-    width = options.draft_k + 1 if pair.draft is not None else 1
-    shape = Shape(rows=options.slots, capacity=capacity_for(context, width), draft_k=options.draft_k)
+    most = options.draft_k.on(pair.runtime.device)
+    width = most + 1 if pair.draft is not None else 1
+    shape = Shape(rows=options.slots, capacity=capacity_for(context, width), draft_k=most)
+    if options.draft_k.auto and pair.draft is not None:
+        shape = attrs.evolve(shape, curves=_curves(pair, shape))
     for note in (pair.forwards, *pair.notes):
         LOGGER.info("%s", note)
     if not pair.tokenizer.has_chat_template:
@@ -102,7 +109,7 @@ def boot(options: ServeOptions) -> Served:
 
     def engine_for(standing: Standing) -> Engine:
         if pair.draft is None or standing.enabled:
-            return Engine(pair, rows=options.slots, capacity=shape.capacity, width=width)
+            return Engine(pair, rows=options.slots, capacity=shape.capacity, width=width, curves=shape.curves)
         plain = pair.plain(standing.reason or "broken")
         return Engine(plain, rows=options.slots, capacity=shape.capacity, width=1)
 
@@ -115,8 +122,17 @@ def boot(options: ServeOptions) -> Served:
         full_gate=full_gate,
     )
     LOGGER.info("%s", scheduler.engine.forecast.description)
-    _warm_up(scheduler.engine)
+    _warm_up(scheduler.engine, coupled=options.accept_rule == "coupled")
     return Served(scheduler=scheduler, settings=_settings(options, pair, context, shape, fingerprints))
+
+
+def _curves(pair: Pair, shape: Shape) -> dict[Mode, Curve]:
+    """What steps cost in the server's shapes."""
+    costs = CostShape(
+        rows=shape.rows, capacity=shape.capacity, width=shape.width, draft_ks=choices_up_to(shape.draft_k)
+    )
+    LOGGER.info("--draft-k auto: what steps cost here is measured, or was before")
+    return curves_for(pair, costs, ("greedy", "sampled"))
 
 
 def _context(pair: Pair, asked: int | None) -> int:
@@ -137,6 +153,7 @@ def _settings(
         "device": [pair.runtime.device, pair.runtime.device_name, pair.runtime.blas, pair.runtime.compiled],
         "dtype": pair.target.dtype,
         "forwards": pair.forwards,
+        # with the costs that `auto` chooses K by: under `leviathan` K decides which ids are drawn
         "shape": attrs.asdict(shape),
     }
     digest = hashlib.sha256(json.dumps(depends_on, sort_keys=True).encode()).hexdigest()
@@ -158,10 +175,11 @@ def _settings(
     )
 
 
-def _warm_up(engine: Engine) -> None:
+def _warm_up(engine: Engine, *, coupled: bool) -> None:
     """Trace and compile the steps that most requests take, before the first one waits for them."""
+    engine.warm_up(coupled=coupled)
     for temperature in (0.0, 1.0):
-        request = RowRequest(prompt=(0, 0), limit=4, temperature=temperature, draft_k=engine.width - 1)
+        request = RowRequest(prompt=(0, 0), limit=4, temperature=temperature, coupled=coupled, draft_k=engine.width - 1)
         engine.insert(0, request)
         engine.step()
         engine.release(0)

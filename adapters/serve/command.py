@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from posttrainllm.adapters.gate.command import FAILED
-from posttrainllm.adapters.options import accept_rule_option, check_draft_k, draft_options, model_options
+from posttrainllm.adapters.options import accept_rule_option, draft_options, model_options
 from posttrainllm.adapters.params import check_width, is_text
 from posttrainllm.adapters.runtime import start
 from posttrainllm.kernel.errors import GateError, UsageError
@@ -97,7 +97,6 @@ def serve(
 def _check(
     *,
     port: int,
-    draft_k: int,
     slots: int,
     queue: int,
     max_context: int | None,
@@ -109,7 +108,6 @@ def _check(
     **_: Any,
 ) -> None:
     """Refuse what can never work before anything is loaded."""
-    check_draft_k(draft_k)
     check_width("port", port, 0, 65535)
     check_width("slots", slots, 1, 256)
     check_width("queue", queue, 0, 2**20)

@@ -10,6 +10,7 @@ from types import FrameType
 import uvicorn
 from starlette.applications import Starlette
 
+from posttrainllm.adapters.engine import Engine
 from posttrainllm.adapters.runtime import LOGGER
 from posttrainllm.adapters.serve.app import make_app
 from posttrainllm.adapters.serve.boot import Served, ServeOptions, boot
@@ -151,6 +152,10 @@ def _config(app: Starlette) -> uvicorn.Config:
     )
 
 
+def _lengths(engine: Engine) -> str:
+    return f"{engine.width - 1}" if engine.curves is None else f"auto up to {engine.width - 1}"
+
+
 def _announce(served: Served, listener: socket.socket) -> None:
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
@@ -158,7 +163,7 @@ def _announce(served: Served, listener: socket.socket) -> None:
     engine, standing = scheduler.engine, scheduler.standing
     pair = engine.pair
     models = (
-        pair.target.label if pair.draft is None else f"{pair.target.label} + {pair.draft.label}, K={engine.width - 1}"
+        pair.target.label if pair.draft is None else f"{pair.target.label} + {pair.draft.label}, K={_lengths(engine)}"
     )
     state = f"gate: {standing.verdict}" if standing.enabled else f"no speculation: {standing.reason}"
     LOGGER.info(

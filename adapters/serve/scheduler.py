@@ -18,6 +18,7 @@ from posttrainllm.adapters.serve.errors import failed
 from posttrainllm.adapters.serve.jobs import Update
 from posttrainllm.adapters.serve.recordings import Recordings
 from posttrainllm.adapters.serve.seat import Seat
+from posttrainllm.adapters.serve.watch import Watch
 from posttrainllm.kernel.errors import NonFiniteError, PosttrainllmError
 
 __all__ = ["FullGate", "Scheduler"]
@@ -74,6 +75,12 @@ class Scheduler:
         self._free = list(range(self._engine.rows))[::-1]
         self._seats: dict[int, Seat] = {}
         self._entering: Seat | None = None  # its prompt is being read
+        self._watch = Watch()
+
+    @property
+    def pays(self) -> bool | None:
+        """Whether the draft has made decoding faster lately; None where nothing can be said."""
+        return self._watch.pays
 
     @property
     def engine(self) -> Engine:
@@ -92,6 +99,8 @@ class Scheduler:
                     continue
                 if self._full_gate is not None:
                     self._run_full_gate()
+                elif self._watch.due:
+                    self._watch.look(self._engine, progress=self._pump)
                 else:
                     self.admission.wait()
         except _StopError:
@@ -114,6 +123,8 @@ class Scheduler:
         if self._seats:
             for number, step in self._engine.step().items():
                 self._absorb(self._seats[number], step)
+            if self._watch.due:
+                self._watch.look(self._engine)
         return busy
 
     def _admit(self) -> None:
@@ -140,6 +151,8 @@ class Scheduler:
 
     def _absorb(self, seat: Seat, step: RowStep) -> None:
         """Hand a step on. Whatever fails here is of the host, and ends this row alone."""
+        if seat.drafted_mode is not None:
+            self._watch.count(seat.drafted_mode, step)
         try:
             update = seat.absorb(step)
         except Exception as error:

@@ -15,6 +15,7 @@ from posttrainllm.adapters.rows import RowStep
 from posttrainllm.adapters.serve.jobs import Job, Outcome, Update
 from posttrainllm.adapters.serve.recordings import Recording, Recordings
 from posttrainllm.adapters.serve.speculation import speculation
+from posttrainllm.kernel.config import Mode
 
 __all__ = ["Seat"]
 
@@ -31,6 +32,8 @@ class Seat:
         self.job, self.number = job, number
         self._since = time.perf_counter()
         self._recording: Recording | None = None
+        self.drafted_mode: Mode | None = None
+        """The smallest step that serves it; None where it is not drafted for."""
 
     @property
     def seconds(self) -> float:
@@ -53,7 +56,8 @@ class Seat:
         draft_k = engine.width - 1 if drafted else 0
         request = request_of(job.params, job.prompt, limit=job.limit, draft_k=draft_k)
         request = attrs.evolve(request, seed=job.seed)
-        self._speculative = speculation(standing, engine.width, job)
+        self._speculative = speculation(standing, engine.width, job, auto=engine.curves is not None)
+        self.drafted_mode = request.mode if drafted else None
         self._prefill = engine.prefill(request)
         self._completion = Completion(
             engine.pair.tokenizer, job.params, prompt_tokens=len(job.prompt), count=job.limit - len(job.prompt)

@@ -13,7 +13,7 @@ class CpuWatch:
         self._before = _cpu_times()
 
     def others(self) -> float | None:
-        """Share of the CPUs that others have used since, 0 to 1; None off Linux. Children count as ours once they end."""
+        """Share of the CPUs that others have used since, 0 to 1; None off Linux. Children are ours once they end."""
         after = _cpu_times()
         if self._before is None or after is None or after[0] == self._before[0]:
             return None

@@ -1,0 +1,57 @@
+"""What `--draft-k` says: a number, or `auto`."""
+
+import re
+from typing import Any
+
+import attrs
+
+from posttrainllm.adapters.params import MAX_DRAFT_K, is_int
+from posttrainllm.kernel.errors import UsageError
+
+__all__ = ["DraftLength"]
+
+_MOST = {"cpu": 4, "gpu": 8}  # a wider window costs a CPU much at every step, a GPU little
+
+
+@attrs.frozen(kw_only=True)
+class DraftLength:
+    """How many ids the draft proposes a step."""
+
+    most: int | None
+    """K, or the most that `auto` may choose; None is the device's own, under `auto` alone."""
+    auto: bool = False
+    """Whether K is chosen from step to step."""
+
+    @classmethod
+    def parse(cls, value: Any) -> "DraftLength":
+        """Read the option.
+
+        Args:
+            value: 1 to 32, the same as text, "auto", or "auto:N" where N is the most.
+
+        Returns:
+            What it says.
+
+        Raises:
+            UsageError: with got and expected.
+        """
+        if isinstance(value, cls):
+            return value
+        text = str(int(value)) if is_int(value) else value
+        found = re.fullmatch(r"(auto)?(?:(?(1):)(-?[0-9]{1,9}))?", text) if isinstance(text, str) else None
+        most = None if found is None or found[2] is None else int(found[2])
+        if found is None or (found[1] is None and most is None) or not (most is None or 1 <= most <= MAX_DRAFT_K):
+            got = most if found is not None and found[1] is None and most is not None else value
+            raise UsageError(f"--draft-k: got {got!r}, expected 1 to {MAX_DRAFT_K}, auto or auto:N")
+        return cls(most=most, auto=found[1] is not None)
+
+    def on(self, device: str) -> int:
+        """K, or the most that may be chosen, on a device.
+
+        Args:
+            device: "cpu" or "gpu".
+
+        Returns:
+            1 to 32: the window is one wider.
+        """
+        return _MOST[device] if self.most is None else self.most

@@ -147,6 +147,7 @@ def test_the_wheel_holds_one_top_level_package_and_the_embedded_pair(tmp_path):
     assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"posttrainllm"}
     for needed in (
         "posttrainllm/py.typed",
+        "posttrainllm/adapters/loading/cblas_halves.h",
         "posttrainllm/adapters/loading/cblas_shim.c",
         "posttrainllm/evals/prompts/heldout.jsonl",
         "posttrainllm/kernel/pure_step.py",

@@ -252,7 +252,8 @@ def _source_hash() -> str:
     digest = hashlib.sha256()
     kernel, adapters = (Path(str(package.__file__)).parent for package in (posttrainllm.kernel, posttrainllm.adapters))
     folders = (kernel, adapters / "loading", adapters / "gate")
-    files = [file for folder in folders for file in sorted(folder.glob("*")) if file.suffix in (".py", ".c", ".cu")]
+    written = (".py", ".c", ".cu", ".h")
+    files = [file for folder in folders for file in sorted(folder.glob("*")) if file.suffix in written]
     for file in [
         *files,
         *(adapters / f"{name}.py" for name in ("adaptive", "batch", "engine", "prefill", "rows", "runtime")),

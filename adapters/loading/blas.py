@@ -26,7 +26,7 @@ import attrs
 
 from posttrainllm.kernel.errors import BackendError
 
-__all__ = ["ENVIRONMENT", "Blas", "compiler", "load_blas"]
+__all__ = ["ENVIRONMENT", "Blas", "compiler", "load_blas", "loaded_shim"]
 
 ENVIRONMENT = "POSTTRAINLLM_BLAS"
 _CHOICES = ("auto", "wheel", "system", "off")
@@ -47,6 +47,7 @@ class Blas:
 
 
 _loaded: Blas | None = None
+_shim: ctypes.CDLL | None = None
 
 
 def load_blas() -> Blas:
@@ -62,6 +63,11 @@ def load_blas() -> Blas:
     if _loaded is None:
         _loaded = _load()
     return _loaded
+
+
+def loaded_shim() -> ctypes.CDLL | None:
+    """The shim of this process, None where another BLAS multiplies."""
+    return _shim
 
 
 def compiler() -> str | None:
@@ -125,7 +131,9 @@ def _load_behind_shim(name: str, prefix: str, source: str) -> str:
     threads = getattr(library, f"{prefix}openblas_get_num_threads")()
     functions = [getattr(library, f"{prefix}{name}") for name in ("cblas_sgemm", "cblas_dgemm", "cblas_cgemm")]
     functions.append(getattr(library, f"{prefix}openblas_set_num_threads"))
+    global _shim
     shim.shim_bind(*(ctypes.cast(function, ctypes.c_void_p) for function in functions), threads)
+    _shim = shim
     version = config().decode().split()[1]  # of words such as "OpenBLAS 0.3.34 DYNAMIC_ARCH NO_AFFINITY Haswell"
     return f"{version} ({source}, {threads} thread{'s' if threads != 1 else ''})"
 
@@ -141,7 +149,8 @@ def _dlopen(name: str, mode: int) -> ctypes.CDLL:
 def _build_shim() -> Path:
     """Build the shim once and keep it in the user's cache, or for this process where there is none."""
     source = Path(__file__).with_name("cblas_shim.c")
-    identity = "\0".join([source.read_text(encoding="utf-8"), *_FLAGS, platform.machine()])
+    texts = [file.read_text(encoding="utf-8") for file in (source, source.with_name("cblas_halves.h"))]
+    identity = "\0".join([*texts, *_FLAGS, platform.machine()])
     name = f"cblas_shim-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
     try:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "posttrainllm"

@@ -8,11 +8,15 @@
  * an order that only the length k decides; the rest goes to OpenBLAS, whose functions `shim_bind` receives. */
 
 #include <pthread.h>
+
+#include "cblas_halves.h"
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
 
 #define MOST_ROWS 1024             /* beyond, a product is no decoding */
+#define MOST_HALVED 16             /* rows; more of them wait for arithmetic and not for memory */
 #define PARALLEL_ELEMENTS (1L << 21) /* a matrix of 8 MB: from here on a second thread saves more than it risks */
 #define PARALLEL_PRODUCTS (1L << 24)
 
@@ -35,6 +39,7 @@ typedef struct {
   long m, n, k, lda, ldb, ldc;
   const float *a, *b;
   float *c;
+  const uint16_t *upper; /* of b, 0 where there are none */
 } product;
 
 /* Neighbours added: {x0+x1, x2+x3, y0+y1, y2+y3} and the same of the upper half. */
@@ -43,33 +48,59 @@ INLINED lanes add_pairs(lanes x, lanes y) {
          __builtin_shuffle(x, y, (indices){1, 3, 9, 11, 5, 7, 13, 15});
 }
 
+/* Eight floats of the matrix, from their upper halves alone where `half`. */
+INLINED lanes matrix_lanes(const int half, const product *p, long column, long i) {
+  if (!half) return *(const lanes *)(p->b + column * p->ldb + i);
+  const uint16_t *upper = p->upper + column * p->ldb + i;
+#if defined(__x86_64__)
+  return (lanes)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)upper)), 16);
+#else
+  typedef uint16_t halves __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
+  typedef uint32_t whole __attribute__((vector_size(4 * LANES)));
+  return (lanes)(__builtin_convertvector(*(const halves *)upper, whole) << 16);
+#endif
+}
+
+/* Once a cache line; left to itself the processor fetches the next rows of the matrix only when the sums wait for them. */
+INLINED void prefetch(const int half, const int columns, const product *p, long column, long i) {
+  if (i % (half ? 32 : 16)) return;
+  for (long j = column; j < column + columns; j++)
+    if (half) __builtin_prefetch(p->upper + j * p->ldb + i);
+    else __builtin_prefetch(p->b + j * p->ldb + i);
+}
+
 /* The end of the dot products of one row: `column` and its neighbours, whose lanes hold the sums up to i. */
 INLINED void finish(const int columns, const product *p, long row, long column, long i, const lanes *sum) {
-  const lanes four = add_pairs(add_pairs(sum[0], sum[1]), add_pairs(sum[2], sum[3]));
+  const lanes pairs = add_pairs(add_pairs(sum[0], sum[1]), add_pairs(sum[2], sum[3]));
+  const lanes total = pairs + __builtin_shuffle(pairs, (indices){4, 5, 6, 7, 0, 1, 2, 3});
+  float *c = p->c + row * p->ldc + column;
+  if (columns == 4 && i == p->k) {
+    memcpy(c, &total, 16);
+    return;
+  }
   for (int j = 0; j < columns; j++) {
-    float total = four[j] + four[j + 4];
-    for (long t = i; t < p->k; t++) total = __builtin_fmaf(p->a[row * p->lda + t], p->b[(column + j) * p->ldb + t], total);
-    p->c[row * p->ldc + column + j] = total;
+    c[j] = total[j];
+    for (long t = i; t < p->k; t++) c[j] = __builtin_fmaf(p->a[row * p->lda + t], p->b[(column + j) * p->ldb + t], c[j]);
   }
 }
 
 /* c[r][j] = dot(a[r], b[j]) for `rows` x `columns` dot products; both are constants after inlining. The order of a sum:
  * lane by lane, then ((0+1)+(2+3)) + ((4+5)+(6+7)), then the rest one by one. */
-INLINED void dots(const int rows, const int columns, const product *p, long row, long column) {
-  const float *a = p->a + row * p->lda, *b = p->b + column * p->ldb;
+INLINED void dots(const int half, const int rows, const int columns, const product *p, long row, long column) {
+  const float *a = p->a + row * p->lda;
   lanes sum[3][4], left[3];
   for (int r = 0; r < 3; r++)
     for (int j = 0; j < 4; j++) sum[r][j] = (lanes){0};
   long i = 0;
   for (; i + LANES <= p->k; i += LANES) {
-    /* the next rows of the matrix: left to itself the processor fetches them only when the sums wait for them */
-    for (int j = 0; j < columns; j++) __builtin_prefetch(b + (j + columns) * p->ldb + i);
+    prefetch(half, columns, p, column + columns, i);
     for (int r = 0; r < rows; r++) left[r] = *(const lanes *)(a + r * p->lda + i);
     for (int j = 0; j < columns; j++) {
-      const lanes right = *(const lanes *)(b + j * p->ldb + i);
+      const lanes right = matrix_lanes(half, p, column + j, i);
       for (int r = 0; r < rows; r++) sum[r][j] += left[r] * right;
     }
   }
+#pragma GCC unroll 3
   for (int r = 0; r < rows; r++) finish(columns, p, row + r, column, i, sum[r]);
 }
 
@@ -80,35 +111,51 @@ static int wide_works(void) {
   return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
 
-WIDE static inline __attribute__((always_inline)) void wide_dots(const int rows, const product *p, long row, long column) {
-  const float *a = p->a + row * p->lda, *b = p->b + column * p->ldb;
+WIDE static inline __attribute__((always_inline)) __m512 two_columns(const int half, const product *p, long j, long i) {
+  if (half) {
+    const __m128i first = _mm_loadu_si128((const __m128i *)(p->upper + j * p->ldb + i));
+    const __m128i second = _mm_loadu_si128((const __m128i *)(p->upper + (j + 1) * p->ldb + i));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_set_m128i(second, first)), 16));
+  }
+  const __m512 first = _mm512_castps256_ps512(_mm256_loadu_ps(p->b + j * p->ldb + i));
+  return _mm512_insertf32x8(first, _mm256_loadu_ps(p->b + (j + 1) * p->ldb + i), 1);
+}
+
+WIDE static inline __attribute__((always_inline)) void wide_dots(const int half, const int rows, const product *p, long row, long column) {
+  const float *a = p->a + row * p->lda;
   __m512 sum[6][2], left[6];
   for (int r = 0; r < rows; r++) sum[r][0] = sum[r][1] = _mm512_setzero_ps();
   long i = 0;
   for (; i + LANES <= p->k; i += LANES) {
-    for (int j = 0; j < 4; j++) __builtin_prefetch(b + (j + 4) * p->ldb + i);
+    prefetch(half, 4, p, column + 4, i);
     for (int r = 0; r < rows; r++) left[r] = _mm512_broadcast_f32x8(_mm256_loadu_ps(a + r * p->lda + i));
     for (int j = 0; j < 2; j++) {
-      const __m512 first = _mm512_castps256_ps512(_mm256_loadu_ps(b + 2 * j * p->ldb + i));
-      const __m512 right = _mm512_insertf32x8(first, _mm256_loadu_ps(b + (2 * j + 1) * p->ldb + i), 1);
+      const __m512 right = two_columns(half, p, column + 2 * j, i);
       for (int r = 0; r < rows; r++) sum[r][j] = _mm512_fmadd_ps(left[r], right, sum[r][j]);
     }
   }
+#pragma GCC unroll 6
   for (int r = 0; r < rows; r++) {
     lanes halves[4];
+#pragma GCC unroll 4
     for (int j = 0; j < 4; j++) halves[j] = (lanes)_mm512_extractf32x8_ps(sum[r][j / 2], j % 2);
     finish(4, p, row + r, column, i, halves);
   }
 }
 
-WIDE static void wide_four(const product *p, long column) {
+WIDE static inline __attribute__((always_inline)) void wide_rows(const int half, const product *p, long column) {
   long r = 0;
-  for (; p->m - r >= 6; r += 6) wide_dots(6, p, r, column);
-  if (p->m - r == 5) wide_dots(5, p, r, column);
-  if (p->m - r == 4) wide_dots(4, p, r, column);
-  if (p->m - r == 3) wide_dots(3, p, r, column);
-  if (p->m - r == 2) wide_dots(2, p, r, column);
-  if (p->m - r == 1) wide_dots(1, p, r, column);
+  for (; p->m - r >= 6; r += 6) wide_dots(half, 6, p, r, column);
+  if (p->m - r == 5) wide_dots(half, 5, p, r, column);
+  if (p->m - r == 4) wide_dots(half, 4, p, r, column);
+  if (p->m - r == 3) wide_dots(half, 3, p, r, column);
+  if (p->m - r == 2) wide_dots(half, 2, p, r, column);
+  if (p->m - r == 1) wide_dots(half, 1, p, r, column);
+}
+
+WIDE static void wide_four(const product *p, long column) {
+  if (p->upper) wide_rows(1, p, column);
+  else wide_rows(0, p, column);
 }
 #else
 static int wide_works(void) { return 0; }
@@ -116,21 +163,22 @@ static void wide_four(const product *p, long column) { (void)p, (void)column; }
 #endif
 
 /* x @ W.T: a few rows of the matrix stay in the first cache while all rows of the window pass over them. */
-#define ALL_ROWS(columns, j)                                                                                         \
-  do {                                                                                                               \
-    long r = 0;                                                                                                      \
-    for (; r + 3 <= p->m; r += 3) dots(3, columns, p, r, j);                                                         \
-    if (p->m - r == 2) dots(2, columns, p, r, j);                                                                    \
-    if (p->m - r == 1) dots(1, columns, p, r, j);                                                                    \
-  } while (0)
+INLINED void all_rows(const int half, const int columns, const product *p, long column) {
+  long r = 0;
+  for (; r + 3 <= p->m; r += 3) dots(half, 3, columns, p, r, column);
+  if (p->m - r == 2) dots(half, 2, columns, p, r, column);
+  if (p->m - r == 1) dots(half, 1, columns, p, r, column);
+}
 
 VECTORIZED static void transposed_block(const product *p, long block) {
   const long first = 64 * block, last = first + 64 < p->n ? first + 64 : p->n;
   long j = first;
-  if (p->m > 1 && wide_works())
+  if ((p->m > 1 || p->upper) && wide_works())
     for (; j + 4 <= last; j += 4) wide_four(p, j);
-  for (; j + 4 <= last; j += 4) ALL_ROWS(4, j);
-  for (; j < last; j++) ALL_ROWS(1, j);
+  if (p->upper)
+    for (; j + 4 <= last; j += 4) all_rows(1, 4, p, j);
+  for (; j + 4 <= last; j += 4) all_rows(0, 4, p, j);
+  for (; j < last; j++) all_rows(0, 1, p, j);
 }
 
 /* c[r][j..] = sum over i of a[r][i] * b[i][j..] for `rows` x (`vectors` x LANES) sums, each from i = 0 up. */
@@ -203,12 +251,16 @@ void cblas_sgemm(int order, int transa, int transb, int m, int n, int k, float a
                  const float *b, int ldb, float beta, float *c, int ldc) {
   const int ours = order == ROW_MAJOR && transa == NO_TRANS && alpha == 1 && beta == 0 && m <= MOST_ROWS && vectors_work();
   if (ours && (transb == TRANS || transb == NO_TRANS)) {
-    const product p = {m, n, k, lda, ldb, ldc, a, b, c};
+    product p = {m, n, k, lda, ldb, ldc, a, b, c, 0};
+    const int may_be_kept = transb == TRANS && m <= MOST_HALVED && ldb == k;
+    if (may_be_kept) pthread_rwlock_rdlock(&kept_lock);
+    if (may_be_kept) p.upper = upper_of(b, n, k);
 #pragma omp parallel for schedule(static) num_threads(most_threads) if (most_threads > 1 && parallel(m, n, k))
     for (long block = 0; block < (p.n + 63) / 64; block++) {
       if (transb == TRANS) transposed_block(&p, block);
       if (transb == NO_TRANS) plain_block(&p, block);
     }
+    if (may_be_kept) pthread_rwlock_unlock(&kept_lock);
     return;
   }
   enter(m, n, k);

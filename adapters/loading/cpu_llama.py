@@ -13,6 +13,7 @@ from typing import TypeAlias
 import attrs
 import mlx.core as mx
 
+from posttrainllm.adapters.loading.halves import keep_halves
 from posttrainllm.adapters.loading.llama import Linear, LlamaLayer, LlamaShape, LlamaWeights
 from posttrainllm.kernel.cache import attention_mask, window_slots, write_slots
 from posttrainllm.kernel.constants import indices
@@ -53,6 +54,16 @@ def exp2(x: mx.array, scale: float = 1.0) -> mx.array:
     # a float's exponent begins at its 23rd bit; the integer 0 is the float 0
     bits = mx.where(whole >= -126, mx.view(series, mx.int32) + mx.left_shift(whole.astype(mx.int32), 23), 0)
     return mx.view(bits, mx.float32)
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class _Dense:
+    """x @ turned."""
+
+    turned: mx.array
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return x @ self.turned
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -157,9 +168,10 @@ def _product(linear: Linear) -> _Product:
     """The product with a matrix; a dense one is turned here and not in every step, which copies nothing."""
     if linear.scales is not None or linear.bias is not None:
         return linear
-    turned = linear.weight.T
-    mx.eval(turned)
-    return lambda x: x @ turned
+    dense = _Dense(turned=linear.weight.T)
+    mx.eval(dense.turned)
+    keep_halves(dense, linear.weight)
+    return dense
 
 
 def _window(

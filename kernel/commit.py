@@ -40,13 +40,14 @@ def commit(
     """
     column = indices(config.width)[None]  # [1, W]
     used = column <= accepted[:, None]  # [B, W]
-    finite = mx.all(mx.all(mx.isfinite(logits), axis=-1) | ~used, axis=1)  # [B, W, V] -> [B]
+    finite = mx.all(mx.isfinite(mx.sum(logits, axis=-1)) | ~used, axis=1)  # [B, W, V] -> [B]
     remaining = mx.maximum(state.limit - state.length, 0)
     finite = finite | (remaining == 0)
     emitted = mx.where(finite, mx.minimum(accepted + 1, remaining), 0)
     offset = indices(state.tokens.shape[1])[None] - state.length[:, None]  # [B, C]
-    source = mx.take_along_axis(tokens, mx.clip(offset, 0, config.width - 1), axis=1)  # [B, W] -> [B, C]
-    committed = mx.where((offset >= 0) & (offset < emitted[:, None]), source, state.tokens)
+    committed = state.tokens
+    for index in range(config.width):  # fused to one operation, where a gather would be one of its own
+        committed = mx.where((offset == index) & (index < emitted[:, None]), tokens[:, index : index + 1], committed)
     batch = tokens.shape[0]
     if config.logprobs:
         logprob, top_ids, top_logprobs = token_logprobs(logits, tokens)

@@ -50,8 +50,3 @@ class StepConfig:
     def proposals(self) -> int:
         """K: how many ids a draft draws."""
         return self.width - 1 if self.draft_k is None else self.draft_k
-
-    @property
-    def filters(self) -> bool:
-        """Whether the filters are in the graph."""
-        return self.mode == "filtered"

@@ -37,13 +37,18 @@ class Draft:
 class Proposal:
     """What the draft proposes to every row."""
 
-    tokens: mx.array
-    """int32 [B, K]."""
+    window: mx.array
+    """int32 [B, K + 1]: the last committed id and the K proposals behind it."""
     count: mx.array
     """int32 [B]: how many of them exist, from 0 to K."""
     warped: mx.array
     """float32 [B, K, V]: the draft's warped logits that they were drawn from."""
     kv: KVCache
+
+    @property
+    def tokens(self) -> mx.array:
+        """The proposals, int32 [B, K]."""
+        return self.window[:, 1:]
 
 
 def propose(
@@ -58,8 +63,8 @@ def propose(
 ) -> Proposal:
     """Draw K ids a row from the draft, one after the other.
 
-    A row proposes fewer where its request says so, where its limit or the draft's context ends, and from the first
-    position at which the draft's logits are not finite.
+    A row proposes fewer where its request says so, where its limit or the draft's context ends, and, unless every row
+    is greedy, from the first position at which the draft's logits are not finite.
 
     Args:
         config: K = config.proposals, 1 or more.
@@ -79,37 +84,36 @@ def propose(
         own_noise = target_noise[:, : config.proposals]  # [B, K + 1, V] -> [B, K, V]
     else:
         own_noise = _noise(config, state, sampling)
-    kv, warped, tokens, finite = state.draft_kv, [], [], []
+    kv, warped, count = state.draft_kv, [], mx.minimum(sampling.draft_k, _room(draft, state))
     length = mx.maximum(state.length, 1)  # a row that was never filled is fed like one of one token
     start = mx.maximum(length - 2, 0)
     columns = mx.minimum(start[:, None] + indices(2), state.tokens.shape[1] - 1)
-    window = mx.take_along_axis(state.tokens, columns, axis=1)  # [B, 2]
+    fed = mx.take_along_axis(state.tokens, columns, axis=1)  # [B, 2]
     # a one-token prompt starts at 0 and reads its first column, every other the second
     column = (length - 1 - start)[:, None]  # [B, 1]
-    last = mx.take_along_axis(window, column, axis=1)  # [B, 1]
+    places = indices(config.proposals + 1)[None]  # [1, K + 1]
+    window = mx.where(places == 0, mx.take_along_axis(fed, column, axis=1), 0)  # [B, K + 1]
+    positions = length[:, None] - 1 + places
+    back = 0 if config.narrow_draft else 1
     for index in range(config.proposals):
-        logits, kv = draft.forward(mx.minimum(window, draft.vocab_size - 1), kv, start)
+        logits, kv = draft.forward(_known(fed, draft, config, first=index == 0), kv, start)
         if index == 0:
             logits = mx.take_along_axis(logits, column[..., None], axis=1)  # [B, 2, V] -> [B, 1, V]
         logits = _fit(logits[:, -1:], config.vocab_size)  # [B, 1 or 2, V] -> [B, 1, V]
-        warped.append(warp(adjust(logits, sampling, history), sampling, filters=config.filters))
-        finite.append(mx.all(mx.isfinite(logits[..., : draft.vocab_size]), axis=-1))
+        warped.append(warp(adjust(logits, sampling, history), sampling, mode=config.mode))
+        if config.mode != "greedy":  # where proposals are compared and not weighed, an odd one is refused anyway
+            finite = mx.isfinite(mx.sum(logits[..., : draft.vocab_size], axis=-1))[:, 0]  # [B, 1, V] -> [B]
+            count = mx.where(finite, count, mx.minimum(count, index))
         if recorded is None:
             drawn = choose(warped[-1], sampling, None if own_noise is None else own_noise[:, index : index + 1])
         else:
             drawn = recorded[:, index : index + 1]
-        tokens.append(drawn)  # [B, 1]
         history = None if history is None else history.followed_by(drawn)
-        if config.narrow_draft:
-            window, start = drawn, length + index
-        else:
-            window, start = mx.concatenate([last, drawn], axis=1), length - 1 + index
-        last = drawn
-    proposals = mx.concatenate(tokens, axis=1)  # K x [B, 1] -> [B, K]
-    usable = mx.sum(mx.cumprod(mx.concatenate(finite, axis=1).astype(mx.int32), axis=1), axis=1)
-    count = mx.minimum(mx.minimum(sampling.draft_k, usable), _room(draft, state))
+        window = mx.where(places == index + 1, drawn, window)
+        first = index + 1 - back  # of the columns that are fed next
+        fed, start = window[:, first : index + 2], positions[:, first]
     return Proposal(
-        tokens=proposals, count=mx.clip(count, 0, config.proposals), warped=mx.concatenate(warped, axis=1), kv=kv
+        window=window, count=mx.clip(count, 0, config.proposals), warped=mx.concatenate(warped, axis=1), kv=kv
     )
 
 
@@ -134,6 +138,11 @@ def catch_up(draft: Draft, state: DecodeState, behind: mx.array) -> DecodeState:
     window = mx.take_along_axis(state.tokens, columns, axis=1)  # [B, 16]
     _, kv = draft.forward(mx.minimum(window, draft.vocab_size - 1), state.draft_kv, start)
     return attrs.evolve(state, draft_kv=kv)
+
+
+def _known(ids: mx.array, draft: Draft, config: StepConfig, *, first: bool) -> mx.array:
+    """Ids that the draft has rows for: a prompt may hold others, and what it draws itself may where it has fewer."""
+    return mx.minimum(ids, draft.vocab_size - 1) if first or draft.vocab_size < config.vocab_size else ids
 
 
 def _noise(config: StepConfig, state: DecodeState, sampling: Sampling) -> mx.array | None:

@@ -75,7 +75,7 @@ def explain_step(
     history = history_of(config, state, sampling)
     # the plain step fills its window up with an id that is part of no history
     histories = history if history is None or draft is None else history.through(window[:, 1:count])
-    warped = warp(adjust(logits, sampling, histories), sampling, filters=config.filters)
+    warped = warp(adjust(logits, sampling, histories), sampling, mode=config.mode)
     gumbel = None
     if config.mode != "greedy":
         positions = state.length[:, None] + mx.arange(count)  # [B, N]

@@ -72,25 +72,25 @@ def speculative_step(
     history = history_of(config, state, sampling)
     proposal = propose(config, draft, state, sampling, history, target_noise=shared_noise)
     # a token's logits do not depend on what follows it, so neither do they on how much of the window is filled up
-    proposals = _filled_up(proposal.tokens, config.width - 1)  # [B, K] -> [B, W-1]
-    window = mx.concatenate([_last_token(state), proposals], axis=1)  # [B, 1], [B, W-1] -> [B, W]
+    window = _filled_up(proposal.window, config.width)  # [B, K + 1] -> [B, W]
     logits, target_kv = _score(config, target, state, window)
     judged = logits[:, : K + 1]  # [B, W, V] -> [B, K + 1, V]
     adjusted = adjust(judged, sampling, None if history is None else history.through(proposal.tokens))
-    warped = warp(adjusted, sampling, filters=config.filters)
+    warped = warp(adjusted, sampling, mode=config.mode)
     choice = choose(warped, sampling, shared_noise)  # [B, K + 1]
     accepts = accept.coupled_accepts(proposal.tokens, choice)
     if config.mode == "greedy" or config.rules == "coupled":
         accepted = accept.prefix_length(accepts, proposal.count)
-        replacement = _at(choice, accepted)
+        tokens = choice  # what stands is what the target chose
     else:
         accepted, replacement = _judge_by_ratio(
             config, state, sampling, proposal, warped, shared_noise, choice, accepts
         )
-    column = indices(config.width)[None]  # [1, W]
-    padded = mx.concatenate([proposals, proposals[:, :1]], axis=1)  # [B, W-1] -> [B, W]
-    tokens = mx.where(column < accepted[:, None], padded, replacement[:, None])
-    return commit(config, state, tokens, accepted, proposal.count, proposals, logits, target_kv, proposal.kv)
+        column = indices(K + 1)[None]  # [1, K + 1]
+        padded = mx.concatenate([proposal.tokens, choice[:, K:]], axis=1)  # [B, K], [B, 1] -> [B, K + 1]
+        tokens = mx.where(column < accepted[:, None], padded, replacement[:, None])
+    tokens = _filled_up(tokens, config.width)  # [B, K + 1] -> [B, W]
+    return commit(config, state, tokens, accepted, proposal.count, window[:, 1:], logits, target_kv, proposal.kv)
 
 
 def plain_step(
@@ -109,16 +109,14 @@ def plain_step(
     Returns:
         The next state and what was emitted; nothing is proposed.
     """
-    batch = state.length.shape[0]
-    filler = mx.zeros((batch, config.width - 1), dtype=mx.int32)
-    window = mx.concatenate([_last_token(state), filler], axis=1)  # [B, 1], [B, W-1] -> [B, W]
+    window = _filled_up(_last_token(state), config.width)  # [B, 1] -> [B, W]
     logits, target_kv = _score(config, target, state, window)
     first_noise = _target_noise(config, state.key, state.length[:, None])
     adjusted = adjust(logits[:, :1], sampling, history_of(config, state, sampling))  # [B, W, V] -> [B, 1, V]
-    choice = choose(warp(adjusted, sampling, filters=config.filters), sampling, first_noise)  # [B, 1]
-    tokens = mx.concatenate([choice, filler], axis=1)  # [B, W]
-    none = mx.zeros((batch,), dtype=mx.int32)
-    return commit(config, state, tokens, none, none, filler, logits, target_kv, state.draft_kv)
+    choice = choose(warp(adjusted, sampling, mode=config.mode), sampling, first_noise)  # [B, 1]
+    tokens = _filled_up(choice, config.width)  # [B, 1] -> [B, W]
+    none = mx.zeros_like(state.length)
+    return commit(config, state, tokens, none, none, mx.zeros_like(tokens[:, 1:]), logits, target_kv, state.draft_kv)
 
 
 def compile_step(config: StepConfig, target: Forward, draft: Draft | None = None, *, compiled: bool = True) -> Step:
@@ -273,8 +271,10 @@ def _score(config: StepConfig, target: Forward, state: DecodeState, window: mx.a
 
 def _filled_up(ids: mx.array, count: int) -> mx.array:
     """Ids [B, N] and id 0 behind them, int32 [B, count]."""
-    missing = count - ids.shape[1]
-    return mx.pad(ids, [(0, 0), (0, missing)]) if missing else ids
+    have = ids.shape[1]
+    if have == 1 and count > 1:  # broadcast and fused, where a pad copies
+        return mx.where(indices(count)[None] == 0, ids, 0)
+    return mx.pad(ids, [(0, 0), (0, count - have)]) if have < count else ids
 
 
 def _judge_by_ratio(

@@ -7,28 +7,31 @@ unchanged bit for bit whatever its neighbours ask for.
 
 import mlx.core as mx
 
+from posttrainllm.kernel.config import Mode
 from posttrainllm.kernel.constants import indices
 from posttrainllm.kernel.state import Sampling
 
 __all__ = ["choose", "warp"]
 
 
-def warp(logits: mx.array, sampling: Sampling, *, filters: bool) -> mx.array:
+def warp(logits: mx.array, sampling: Sampling, *, mode: Mode) -> mx.array:
     """Apply temperature and the filters.
 
     Args:
         logits: [B, N, V], any float dtype.
         sampling: one value a row.
-        filters: whether any row uses top-k, top-p or min-p; False leaves the sort out of the graph.
+        mode: what of this is in the graph; see `StepConfig`.
 
     Returns:
         float32 [B, N, V]: scaled logits, -inf where filtered out. A row at temperature 0 is neither scaled nor
         filtered: its argmax is the same either way.
     """
     logits = logits.astype(mx.float32)
+    if mode == "greedy":
+        return logits
     sampled = (sampling.temperature > 0)[:, None, None]  # [B, 1, 1]
     scaled = logits / mx.where(sampled, sampling.temperature[:, None, None], 1.0)
-    if not filters:
+    if mode == "sampled":
         return scaled
     threshold = mx.where(sampled, _threshold(scaled, sampling), -mx.inf)
     return mx.where(scaled >= threshold, scaled, -mx.inf)

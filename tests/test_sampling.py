@@ -38,7 +38,7 @@ def reference_warp(logits, *, temperature, top_k, top_p, min_p):
 def test_filters_keep_what_a_sorted_reference_keeps(seed, temperature, top_k, top_p, min_p):
     logits = np.random.default_rng(seed).normal(size=16).astype(np.float32) * 3
     sampling = make_sampling(1, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    kept = np.isfinite(np.array(warp(mx.array(logits)[None, None], sampling, filters=True)))[0, 0]
+    kept = np.isfinite(np.array(warp(mx.array(logits)[None, None], sampling, mode="filtered")))[0, 0]
     expected = reference_warp(logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     # float32 may place an id that sits within rounding of a threshold on its other side
     assert np.sum(kept != expected) == 0 or (np.sum(kept != expected) == 1 and top_p < 1)
@@ -47,20 +47,20 @@ def test_filters_keep_what_a_sorted_reference_keeps(seed, temperature, top_k, to
 def test_the_likeliest_id_survives_every_filter():
     logits = mx.array(np.random.default_rng(0).normal(size=(1, 1, 64)).astype(np.float32))
     sampling = make_sampling(1, temperature=2.0, top_k=1, top_p=1e-6, min_p=1.0)
-    warped = np.array(warp(logits, sampling, filters=True))[0, 0]
+    warped = np.array(warp(logits, sampling, mode="filtered"))[0, 0]
     assert np.flatnonzero(np.isfinite(warped)).tolist() == [int(mx.argmax(logits))]
 
 
 def test_ids_that_tie_with_the_last_kept_one_are_kept():
     sampling = make_sampling(1, temperature=1.0, top_k=2)
-    warped = np.array(warp(mx.array([[[3.0, 1.0, 1.0, 0.0]]]), sampling, filters=True))[0, 0]
+    warped = np.array(warp(mx.array([[[3.0, 1.0, 1.0, 0.0]]]), sampling, mode="filtered"))[0, 0]
     assert np.isfinite(warped).tolist() == [True, True, True, False]
 
 
 def test_a_row_without_filters_passes_through_bit_for_bit_beside_one_that_has_them():
     logits = mx.array(np.random.default_rng(1).normal(size=(3, 2, 300)).astype(np.float32))
     mixed = make_sampling(3, temperature=[0.7, 1.3, 0.0], top_k=[0, 5, 5], top_p=[1.0, 0.5, 0.5], min_p=[0.0, 0.1, 0.1])
-    with_filters, without = warp(logits, mixed, filters=True), warp(logits, mixed, filters=False)
+    with_filters, without = warp(logits, mixed, mode="filtered"), warp(logits, mixed, mode="sampled")
     assert mx.array_equal(with_filters[0], without[0])
     assert mx.array_equal(with_filters[2], without[2])
     assert not mx.array_equal(with_filters[1], without[1])
@@ -75,7 +75,7 @@ def test_a_greedy_row_ignores_its_noise_even_when_that_is_huge():
 
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
 def test_warping_computes_in_float32(dtype):
-    warped = warp(mx.array([[[1.0, 2.0]]], dtype=dtype), make_sampling(1, temperature=0.7), filters=False)
+    warped = warp(mx.array([[[1.0, 2.0]]], dtype=dtype), make_sampling(1, temperature=0.7), mode="sampled")
     assert warped.dtype == mx.float32
 
 

@@ -119,7 +119,6 @@ def positions_in_law(
         for model in (pair.target, pair.draft)
     ]
     sampling = sampling_of([requests[0]] * shape.rows, pair.vocab_size)
-    filters = requests[0].mode == "filtered"
     share = np.random.default_rng(0)
     places: list[int] = []
     positions: dict[str, list[float]] = {order: [] for order in ORDERS}
@@ -132,7 +131,7 @@ def positions_in_law(
         for window, (target, draft) in enumerate(zip(*forced, strict=True)):
             columns = slice(window * shape.width, (window + 1) * shape.width)
             by_target, by_draft = (
-                warp(_fit(logits, pair.vocab_size), sampling, filters=filters) for logits in (target, draft)
+                warp(_fit(logits, pair.vocab_size), sampling, mode=requests[0].mode) for logits in (target, draft)
             )
             drawn = mx.array(ids[:, columns.start + 1 : columns.stop + 1])
             shares = mx.array(share.random(drawn.shape, dtype=np.float32))

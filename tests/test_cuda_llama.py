@@ -224,6 +224,11 @@ def test_bits_of_a_token_rest_on_its_history_alone() -> None:
         alone = tuple((keys[row : row + 1], values[row : row + 1]) for keys, values in kv)
         logits, _ = forward(windows[row : row + 1], alone, lengths[row : row + 1])
         assert mx.array_equal(logits[0], expected[row]), f"row {row} alone"
+    many = mx.array([2] * 17 + [0], dtype=mx.int32)  # 18 rows of 8 tokens: more than one launch holds
+    copies = tuple((keys[many], values[many]) for keys, values in kv)
+    found, written = forward(windows[many], copies, lengths[many])
+    assert all(mx.array_equal(found[row], expected[int(many[row])]) for row in range(18)), "several launches"
+    assert mx.array_equal(written[0][0][17], forward(windows, kv, lengths)[1][0][0][0]), "their cache"
     larger = tuple((mx.pad(keys, [(0, 0), (0, 0), (0, 900), (0, 0)]), mx.zeros((3, 8, 1600, 0))) for keys, _ in kv)
     assert mx.array_equal(forward(windows, larger, lengths)[0], expected), "capacity"
     for _ in range(20):

@@ -54,7 +54,7 @@ def unsupported(weights: LlamaWeights, device: Gpu | None) -> str | None:
         return "some layers have a bias, others not"
     if shape.hidden % 32 or shape.mlp % 32 or shape.head_size % 64 or shape.head_size > 128:
         return f"got sizes {shape.hidden}, {shape.mlp}, {shape.head_size}, expected multiples of 32, 32 and 64 (to 128)"
-    if _rows_for(1, shape, device) is None:
+    if _most_tokens(shape, device) == 0:
         return f"a hidden size of {shape.hidden} does not fit shared memory"
     return None
 
@@ -111,28 +111,24 @@ def cuda_llama_forward(weights: LlamaWeights, device: Gpu, folder: Path | None) 
     arrays = [frequencies, weights.embedding.weight, weights.norm, weights.head.weight, counters]
     layers = [array for layer in weights.layers for array in _arrays(layer)]
     build = functools.cache(functools.partial(_kernel, weights, device, folder))
-    build(_rows_for(1, shape, device), _split_keys(1))  # said now, not in the middle of a request
+    most, counted = _most_tokens(shape, device), _COUNTERS - _BARRIER_COUNTERS
+    build(_rows_for(1), _split_keys(1))  # what is wrong with it is said now, not in the middle of a request
 
-    def forward(tokens: mx.array, kv: KVCache, position: mx.array) -> tuple[mx.array, KVCache]:
+    def launched(tokens: mx.array, cached: mx.array, position: mx.array) -> tuple[mx.array, mx.array]:
+        """Logits float32 [B, W, V], and the window's own keys and values [B, 2 layers H, W, D]."""
         batch, width = tokens.shape
-        rows = _rows_for(batch * width, shape, device)
-        if rows is None:
-            return plain(tokens, kv, position)
-        ((cached, empty),) = kv
-        capacity = cached.shape[2]
+        planes, capacity = cached.shape[1:3]
         split = _split_keys(capacity)
-        query_tiles = batch * shape.kv_heads * -(-shape.heads // shape.kv_heads * width // 16)
-        if query_tiles > _COUNTERS - _BARRIER_COUNTERS:
-            return plain(tokens, kv, position)
+        query_tiles = batch * shape.kv_heads * _query_tiles(shape, width)
         parts = query_tiles * -(-capacity // split) * 16 * (shape.head_size + 2) if capacity > split else 1
         count, dtype = batch * width, cached.dtype
         logits, fresh, *_ = mx.fast.precompiled_cuda_kernel(
             name="llama_forward",
-            compiled_source=build(rows, split),
+            compiled_source=build(_rows_for(count), split),
             inputs=[tokens, position, arrays[0], cached, *arrays[1:], *layers],
             output_shapes=[
                 (batch, width, shape.vocab_size),
-                (batch, cached.shape[1], width, shape.head_size),
+                (batch, planes, width, shape.head_size),
                 (count, shape.hidden),
                 (count, shape.heads * shape.head_size),
                 (count, shape.heads * shape.head_size),
@@ -146,9 +142,26 @@ def cuda_llama_forward(weights: LlamaWeights, device: Gpu, folder: Path | None) 
             shared_memory=_shared_bytes(shape, device),
             ensure_row_contiguous=True,
         )
+        return logits, fresh
+
+    def forward(tokens: mx.array, kv: KVCache, position: mx.array) -> tuple[mx.array, KVCache]:
+        batch, width = tokens.shape
+        together = min(most // width, counted // (shape.kv_heads * _query_tiles(shape, width)))  # rows a launch
+        if together == 0:
+            return plain(tokens, kv, position)
+        ((cached, empty),) = kv
+        # a row's bits are the same in any company, so more rows than fit are several launches
+        groups = [slice(first, first + together) for first in range(0, batch, together)]
+        found = [launched(tokens[rows], cached[rows], position[rows]) for rows in groups]
+        logits, fresh = (mx.concatenate(list(each)) if len(found) > 1 else each[0] for each in zip(*found, strict=True))
         return logits, ((write_at(cached, fresh, position), empty),)
 
     return forward
+
+
+def _query_tiles(shape: LlamaShape, width: int) -> int:
+    """How often the kernel takes up 16 queries of a row and key head."""
+    return -(-shape.heads // shape.kv_heads * width // 16)
 
 
 def _split_keys(capacity: int) -> int:
@@ -174,13 +187,20 @@ def _shared_bytes(shape: LlamaShape, device: Gpu) -> int:
     return (device.shared_bytes - shape.layers * 56 - 3072) // 128 * 128
 
 
-def _rows_for(tokens: int, shape: LlamaShape, device: Gpu) -> int | None:
-    """How many tokens a product is built for; None where the inputs of a product would not fit shared memory."""
-    rows = -(-tokens // 8) * 8
-    sums = 4 * 2 * (1 if rows > 16 else 2) * 8 * rows * 8
-    inputs = rows * (shape.hidden + 32) * 2
-    angles = rows * shape.head_size * 4
-    return rows if rows <= _MOST_ROWS and sums + inputs + angles <= _shared_bytes(shape, device) else None
+def _rows_for(tokens: int) -> int:
+    """How many tokens a product is built for."""
+    return -(-tokens // 8) * 8
+
+
+def _most_tokens(shape: LlamaShape, device: Gpu) -> int:
+    """Tokens of a launch: no more than the inputs of a product in shared memory; 0 where none fits."""
+    for rows in range(_MOST_ROWS, 0, -8):
+        sums = 4 * 2 * (1 if rows > 16 else 2) * 8 * rows * 8
+        inputs = rows * (shape.hidden + 32) * 2
+        angles = rows * shape.head_size * 4
+        if sums + inputs + angles <= _shared_bytes(shape, device):
+            return rows
+    return 0
 
 
 def _kernel(weights: LlamaWeights, device: Gpu, folder: Path | None, rows: int, split: int) -> bytes:

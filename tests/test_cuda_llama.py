@@ -8,7 +8,7 @@ import attrs
 import mlx.core as mx
 import pytest
 
-from posttrainllm.adapters.loading import variants
+from posttrainllm.adapters.loading import cuda_llama, variants
 from posttrainllm.adapters.loading.cuda_llama import cuda_llama_forward, one_buffer, plain_llama_forward, unsupported
 from posttrainllm.adapters.loading.fused_llama import fused_llama_forward
 from posttrainllm.adapters.loading.llama import Linear, LlamaLayer, LlamaShape, LlamaWeights
@@ -183,6 +183,33 @@ def test_without_a_compiler_the_next_forward_is_taken_with_one_warning(
     assert model.variant == "fused"
     assert len(caplog.records) == 1
     assert "got no libnvrtc" in caplog.text
+
+
+def test_rows_that_one_launch_cannot_hold_are_computed_in_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = _weights()
+    plain, launches = plain_llama_forward(weights), []
+
+    def stand_in(*, inputs: list[mx.array], scalars: list[int], **_: object) -> tuple[mx.array, ...]:
+        tokens, position, cached = inputs[0], inputs[1], inputs[3]
+        launches.append(scalars)
+        logits, ((written, _),) = plain(tokens, ((cached, cached[..., :0]),), position)
+        slots = position[:, None, None, None] + mx.arange(tokens.shape[1])[None, None, :, None]
+        return logits.astype(mx.float32), mx.take_along_axis(written, slots, axis=2)
+
+    monkeypatch.setattr(cuda_llama, "compile_cuda", lambda *_: b"")
+    monkeypatch.setattr(mx.fast, "precompiled_cuda_kernel", stand_in)
+    forward = cuda_llama_forward(weights, _HOPPER, None)
+    ids = _prompt(weights, 18, 28)
+    kv = _prefilled(plain, weights, ids, 20, 32)
+    position = mx.array([20, 7] * 9, dtype=mx.int32)
+    logits, ((cached, _),) = forward(ids[:, 20:], kv, position)
+    assert launches == [[8, 8, 32], [8, 8, 32], [2, 8, 32]]
+    expected, ((written, _),) = plain(ids[:, 20:], kv, position)
+    assert mx.allclose(logits, expected, atol=0.05)
+    assert mx.allclose(cached, written, atol=0.05)
+    launches.clear()
+    forward(_prompt(weights, 1, 65), _cache(weights, 1, 80), mx.array([0], dtype=mx.int32))
+    assert not launches, "a window that no launch holds takes plain operations"
 
 
 @on_cuda

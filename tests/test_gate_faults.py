@@ -79,7 +79,11 @@ RULES = {
         "proposals == target_choice[:, :-1]",
         "proposals == target_choice[:, 1:]",
     ),
-    "a refused proposal does not end the prefix": (accept.prefix_length, "mx.cumprod(", "(lambda x, axis: x)("),
+    "a refused proposal does not end the prefix": (
+        accept.prefix_length,
+        "stands[:, index] * (1 + length)",
+        "stands[:, index] + length",
+    ),
 }
 
 
@@ -118,7 +122,7 @@ LAWS = {
         "drawn = mx.argmax(warped[-1], axis=-1).astype(mx.int32)",
     ),
     "judges by the draft's law one place on": (
-        pure_step.speculative_step,
+        pure_step._judge_by_ratio,
         "target_probs[:, :-1], draft_probs, uniforms",
         "target_probs[:, :-1], mx.roll(draft_probs, 1, axis=1), uniforms",
     ),
@@ -139,9 +143,15 @@ def test_a_fault_of_the_coupled_rule_alone_is_broken_by_its_comparison(monkeypat
     """A coupled row that is judged by the ratio follows the law all the same: only the comparison of ids shows it."""
     plant(
         monkeypatch,
-        pure_step.speculative_step,
+        pure_step._judge_by_ratio,
         "(~sampling.coupled & (sampling.temperature > 0))[:, None]",
         "(sampling.temperature > 0)[:, None]",
+    )
+    plant(
+        monkeypatch,
+        pure_step.speculative_step,
+        'config.mode == "greedy" or config.rules == "coupled"',
+        'config.mode == "greedy"',
     )
     path = gated(tiny_pair(draft="noisy"))
     assert path.findings.reference_differences == ()
@@ -199,8 +209,8 @@ def test_a_path_whose_logits_are_not_finite_is_broken_and_no_error(monkeypatch):
     plant(
         monkeypatch,
         pure_step.speculative_step,
-        "adjusted = adjust(logits,",
-        "logits = logits * mx.inf; adjusted = adjust(logits,",
+        "judged = logits[",
+        "logits = logits * mx.inf; judged = logits[",
     )
     path = gated(tiny_pair(draft="noisy"))
     assert path.verdict == "broken"
@@ -213,8 +223,8 @@ def test_a_draft_cache_one_behind_costs_acceptance_and_nothing_else(monkeypatch)
     plant(
         monkeypatch,
         draft.propose,
-        "draft.vocab_size - 1), kv, start)",
-        "draft.vocab_size - 1), kv, mx.maximum(start - 1, 0))",
+        "first=index == 0), kv, start)",
+        "first=index == 0), kv, mx.maximum(start - 1, 0))",
     )
     behind = gated(tiny_pair(draft="same"))
     assert behind.verdict == right.verdict != "broken"
@@ -238,7 +248,7 @@ def test_a_broken_tie_break_is_broken(monkeypatch):
     plant(
         monkeypatch,
         pure_step.speculative_step,
-        "choice = choose(warped, sampling, target_noise)  # [B, W]",
+        "choice = choose(warped, sampling, shared_noise)  # [B, K + 1]",
         "choice = (config.vocab_size - 1 - mx.argmax(warped[..., ::-1], axis=-1)).astype(mx.int32)",
     )
     path = gated(tied_pair())

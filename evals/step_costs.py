@@ -24,6 +24,7 @@ from posttrainllm.kernel.errors import PosttrainllmError, UsageError
 __all__ = ["command", "format_costs", "step_costs"]
 
 _SHORT = 256
+_TEXT = 64
 _LONG = (1024, 4096, 32768)
 
 
@@ -46,14 +47,11 @@ def step_costs(pair: Pair, *, draft_k: int, capacities: Sequence[int] = _LONG, s
         raise UsageError("got no draft model, expected one: a plain step is its forward")
     from posttrainllm.evals.bench.parts import measure_parts
 
-    # a cache of hardly more than the text leaves attention next to nothing to do
-    smallest = 64 + draft_k + 3
-    every = list(dict.fromkeys((_SHORT, smallest, *capacities)))
-    measured, bandwidth, others = measure_parts(pair, draft_k, every, samples=samples)
+    every = list(dict.fromkeys((_SHORT, 2 * _SHORT, *capacities)))
+    measured, bandwidth, others = measure_parts(pair, draft_k, every, samples=samples, length=_TEXT)
     by_capacity = {parts.capacity: parts for parts in measured}
-    base, bare = by_capacity[_SHORT], by_capacity[smallest]
-    drafted = base.draft_first + (draft_k - 1) * base.draft_later
-    attention = (base.verify - bare.verify) + (drafted - bare.draft_first - (draft_k - 1) * bare.draft_later)
+    base, double = by_capacity[_SHORT], by_capacity[2 * _SHORT]
+    attention = double.verify - base.verify + double.draft - base.draft  # as many slots again
     target, draft = pair.target.weight_bytes / bandwidth, pair.draft.weight_bytes / bandwidth
     return {
         "benchmark": "step-costs",
@@ -71,11 +69,10 @@ def step_costs(pair: Pair, *, draft_k: int, capacities: Sequence[int] = _LONG, s
         "bandwidth_bytes_per_s": bandwidth,
         "weight_bytes": [pair.target.weight_bytes, pair.draft.weight_bytes],
         "capacity": _SHORT,
-        "smallest_capacity": smallest,
         "parts": {
-            "draft": drafted,
+            "draft": base.draft,
             "verify": base.verify,
-            "choosing": base.step - drafted - base.plain_step,
+            "choosing": base.step - base.draft - base.plain_step,
             "commit": base.plain_step - base.verify,
             "step": base.step,
             "engine_step": base.engine_step,
@@ -91,7 +88,7 @@ def step_costs(pair: Pair, *, draft_k: int, capacities: Sequence[int] = _LONG, s
 
 
 _NAMES = {
-    "draft": "draft's forwards",
+    "draft": "draft's K forwards",
     "verify": "target's forward, width K + 1",
     "choosing": "proposals chosen, accepted (what is left)",
     "commit": "window, argmax, commit (as without a draft)",
@@ -100,7 +97,7 @@ _NAMES = {
     "host_not_hidden": "of it host, not hidden",
     "call": "host: building its graph",
     "launch": "host: until it is launched",
-    "attention": "of it attention and cache, C slots",
+    "attention": "what 256 slots more cost the forwards",
     "plain": "plain forward, width 1",
 }
 
@@ -122,8 +119,7 @@ def format_costs(result: dict[str, Any]) -> list[str]:
         lines.append("{:42}{:>9}{:>11}{:>11}".format(_NAMES[name], *cells).rstrip())
     lines += ["", f"{'C':>8}{'plain, ms':>12}{'verify, ms':>12}{'draft, ms':>12}{'step, ms':>12}{'step':>8}"]
     for parts in result["by_capacity"]:
-        drafted = parts["draft_first"] + (result["draft_k"] - 1) * parts["draft_later"]
-        times = (parts["plain"], parts["verify"], drafted, parts["step"])
+        times = (parts["plain"], parts["verify"], parts["draft"], parts["step"])
         cells = [f"{seconds * 1e3:.3f}" for seconds in times]
         lines.append(
             "{:>8}{:>12}{:>12}{:>12}{:>12}{:>8}".format(parts["capacity"], *cells, f"{parts['step'] / step:.2f}x")
@@ -138,12 +134,30 @@ def format_costs(result: dict[str, Any]) -> list[str]:
     ]
 
 
+def _parse_capacities(text: str) -> list[int]:
+    try:
+        sizes = [int(word) for word in text.split(",")]
+    except ValueError:
+        raise UsageError(f"--capacities: got {text!r}, expected whole numbers with commas between them") from None
+    wrong = [size for size in sizes if size < _SHORT or size % _SHORT]
+    if wrong:
+        raise UsageError(f"--capacities: got {wrong[0]}, expected multiples of {_SHORT}, as decoding takes them")
+    return sizes
+
+
 @click.command(help="Time a greedy step and its parts, beside the limit of the memory; JSON on the last line.")
 @model_options()
 @click.option(
     "--shapes", metavar="TARGET+DRAFT", help=f"Random weights in place of models: two of {', '.join(SHAPES)}."
 )
 @click.option("--draft-k", type=int, default=4, show_default=True, help="K.")
+@click.option(
+    "--capacities",
+    default=",".join(map(str, _LONG)),
+    show_default=True,
+    metavar="LIST",
+    help="Cache slots whose price is asked; the text stays short.",
+)
 @click.option("--samples", type=click.IntRange(1), default=9, show_default=True, help="Of each time.")
 @click.option("--json", "as_json", is_flag=True, help="Print the JSON line alone.")
 def command(
@@ -154,16 +168,18 @@ def command(
     forward: str,
     shapes: str | None,
     draft_k: int,
+    capacities: str,
     samples: int,
     as_json: bool,
 ) -> None:
     """Load, measure, print."""
     check_draft_k(draft_k)
+    sizes = _parse_capacities(capacities)
     with contextlib.ExitStack() as stack:
         if shapes is not None:
             model, draft_model = shapes_on_disk(shapes, model, draft_model, stack)
         pair = load_pair(model, draft_model, dtype=dtype, forward=forward)
-        result = step_costs(pair, draft_k=draft_k, samples=samples)
+        result = step_costs(pair, draft_k=draft_k, capacities=sizes, samples=samples)
     if not as_json:
         click.echo("\n".join(format_costs(result)))
     click.echo(json.dumps(result, ensure_ascii=False))

@@ -151,6 +151,7 @@ def test_transformers_that_cannot_take_part_is_one_line(monkeypatch, tiny_checkp
         (("--accept-rate", "1.5"), "--accept-rate: got 1.5, expected 0 to 1"),
         (("--as-installed", "int8"), "--as-installed: got 'int8', expected some of auto, float32"),
         (("--transformers", "fast"), "--transformers: got 'fast', expected some of static, eager"),
+        (("--transformers-python", "/nowhere"), "--transformers-python: got '/nowhere', expected a program"),
         (("--rows", "1,x"), "--rows: got '1,x', expected whole numbers"),
         (("--rows", "1,9"), "--rows: got 1,9, expected 1 to 8 each"),
         (("--start-up", "-1"), "--start-up: got -1, expected 0 or more"),
@@ -217,17 +218,34 @@ def test_the_ratios_are_medians_within_a_prompt_and_the_better_of_two_dtypes_cou
 
 def test_a_steps_parts_add_up_and_the_limit_is_bytes_over_bandwidth():
     pair = tiny_pair(draft="random")
-    result = step_costs(pair, draft_k=2, capacities=(512,), samples=1)
+    result = step_costs(pair, draft_k=2, capacities=(768,), samples=1)
     parts, limit = result["parts"], result["limit"]
     assert sum(parts[name] for name in ("draft", "verify", "choosing", "commit")) == pytest.approx(parts["step"])
-    assert [row["capacity"] for row in result["by_capacity"]] == [69, 256, 512]
+    assert [row["capacity"] for row in result["by_capacity"]] == [256, 512, 768]
     assert all(value > 0 for row in result["by_capacity"] for value in row.values())
     assert limit["verify"] == pytest.approx(pair.target.weight_bytes / result["bandwidth_bytes_per_s"])
     assert limit["step"] == pytest.approx(limit["verify"] + limit["draft"])
     assert json.loads(json.dumps(result)) == result
-    assert sum(line.lstrip().startswith(("69 ", "256 ", "512 ")) for line in format_costs(result)) == 3
+    assert sum(line.lstrip().startswith(("256 ", "512 ", "768 ")) for line in format_costs(result)) == 3
     with pytest.raises(UsageError, match="got no draft model"):
         step_costs(pair.plain("test"), draft_k=2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--capacities", "1k"), "--capacities: got '1k', expected whole numbers"),
+        (("--capacities", "1024,300"), "--capacities: got 300, expected multiples of 256"),
+        (("--draft-k", "0"), "draft-k: got 0, expected 1 to 32"),
+        (("--shapes", "toy"), "got no draft model, expected one"),
+    ],
+)
+def test_bad_options_of_step_costs_are_one_line(arguments, message):
+    command = [sys.executable, "-m", "posttrainllm.evals.step_costs", *arguments]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 2
+    assert message in ran.stderr
+    assert len(ran.stderr.splitlines()) == 1
 
 
 def test_the_command_is_known_before_mlx_is_imported():

@@ -225,6 +225,25 @@ def test_a_run_says_how_often_each_length_was_drawn_and_its_trace_replays(random
     assert again.stdout == done.stdout
 
 
+def test_a_conversation_hears_once_that_the_draft_does_not_pay(random_draft, monkeypatch):
+    monkeypatch.setattr(costs, "_measure", lambda *a: CURVE)
+    arguments = [
+        "chat",
+        "--draft-model",
+        str(random_draft),
+        "--max-tokens",
+        "40",
+        "--temperature",
+        "0.8",
+        "--seed",
+        "1",
+    ]
+    talked = CliRunner().invoke(cli, arguments, input="def f(x):\ndef g(x):\ndef h(x):\n")
+    assert talked.exit_code == 0
+    assert talked.stderr.count("draft accepted") == 3
+    assert talked.stderr.count("hint: the draft does not pay here") == 1
+
+
 def test_without_a_draft_auto_is_plain():
     value = json.loads(sample("--no-draft", "--draft-k", "auto", "--max-tokens", "4", "--json").stdout)
     assert value["speculative"] == {"enabled": False, "reason": "the draft was switched off"}

@@ -79,11 +79,7 @@ RULES = {
         "proposals == target_choice[:, :-1]",
         "proposals == target_choice[:, 1:]",
     ),
-    "a refused proposal does not end the prefix": (
-        accept.prefix_length,
-        "stands[:, index] * (1 + length)",
-        "stands[:, index] + length",
-    ),
+    "a refused proposal does not end the prefix": (accept.prefix_length, "* (1 + length)", "+ length"),
 }
 
 
@@ -141,6 +137,7 @@ def test_a_fault_of_the_ratio_rule_is_broken_by_the_law_alone(monkeypatch, fault
 
 def test_a_fault_of_the_coupled_rule_alone_is_broken_by_its_comparison(monkeypatch):
     """A coupled row that is judged by the ratio follows the law all the same: only the comparison of ids shows it."""
+    plant(monkeypatch, pure_step.speculative_step, 'or config.rules == "coupled"', "")
     plant(
         monkeypatch,
         pure_step._judge_by_ratio,
@@ -209,8 +206,8 @@ def test_a_path_whose_logits_are_not_finite_is_broken_and_no_error(monkeypatch):
     plant(
         monkeypatch,
         pure_step.speculative_step,
-        "judged = logits[",
-        "logits = logits * mx.inf; judged = logits[",
+        "adjusted = adjust(judged,",
+        "logits = logits * mx.inf; adjusted = adjust(judged,",
     )
     path = gated(tiny_pair(draft="noisy"))
     assert path.verdict == "broken"

@@ -232,6 +232,8 @@ def test_a_model_of_another_kind_is_left_to_mlx_lm(name, tmp_path):
         {"model_file": "code.py"},
         {"quantization_config": {"quant_method": "awq"}},
         {"quantization": [4]},
+        {"quantization": {}},
+        {"text_config": {}},
         {"layer_types": ["full_attention"]},
     ],
     ids=str,
@@ -239,6 +241,14 @@ def test_a_model_of_another_kind_is_left_to_mlx_lm(name, tmp_path):
 def test_a_config_that_does_not_fit_or_asks_for_more_is_left_to_mlx_lm(changes, tmp_path):
     save(tmp_path / "model", config_of(model_type="llama"))
     (tmp_path / "model" / "config.json").write_text(json.dumps(config_of(model_type="llama", **changes)))
+    assert read_llama(read_checkpoint(tmp_path / "model"), "float32") is None
+
+
+@pytest.mark.parametrize("field", ["num_hidden_layers", "hidden_size", "head_dim", "vocab_size", "num_attention_heads"])
+def test_a_size_beyond_all_memory_is_refused_without_taking_it(field, tmp_path):
+    save(tmp_path / "model", config_of(model_type="llama"))
+    config = config_of(model_type="llama", num_key_value_heads=None, **{field: 10**12})
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
     assert read_llama(read_checkpoint(tmp_path / "model"), "float32") is None
 
 

@@ -14,6 +14,7 @@ from serving import ServerProcess, wait_for
 from test_cli import invoke
 from test_gate import result_of
 
+from posttrainllm.adapters.draft_length import DraftLength
 from posttrainllm.adapters.facade import generate
 from posttrainllm.adapters.gate import cache
 from posttrainllm.adapters.gate.plan import plan
@@ -245,7 +246,8 @@ VARIABLES = {
     "draft_model": ("another", "another"),
     "dtype": ("bfloat16", "bfloat16"),
     "no_draft": ("1", True),
-    "draft_k": ("7", 7),
+    "draft_k": ("auto:7", DraftLength(most=7, auto=True)),
+    "forward": ("module", "module"),
     "accept_rule": ("coupled", "coupled"),
     "host": ("::1", "::1"),
     "port": ("81", 81),

@@ -19,6 +19,7 @@ from posttrainllm.evals.bench.shape_writer import write_shape
 from posttrainllm.evals.bench.shapes import SHAPES, parse_shapes
 from posttrainllm.evals.bench.simulated import Script, expected_accepted, scripted, wanted_ids
 from posttrainllm.kernel.errors import UsageError
+from posttrainllm.kernel.forward import BoundedForward, bounded
 
 COUNT = 40
 K = 4
@@ -183,6 +184,23 @@ def test_another_prompt_retraces_nothing(pair):
     assert before > 0
     outputs(contender, PROMPTS[1:], COUNT)
     assert len(traced) == before
+
+
+def test_a_forward_that_can_leave_slots_out_still_can():
+    class Bounded:
+        def __call__(self, tokens, kv, position):
+            return mx.zeros((1, 1, 8)), kv
+
+        def within(self, live):
+            return lambda tokens, kv, position: (mx.full((1, 1, 8), live), kv)
+
+    pair = tiny_pair(draft="random")
+    model = scripted(attrs.evolve(pair.draft, forward=Bounded()), Script(1.0, 8))
+    arguments = (mx.zeros((1, 1), dtype=mx.int32), model.make_kv(1, 16), mx.array([0], dtype=mx.int32))
+    assert bounded(model.forward, 5)(*arguments)[0].tolist() == [[[5.0] * 8]]
+    assert not isinstance(
+        scripted(attrs.evolve(pair.draft, forward=lambda *_: None), Script(1.0, 8)).forward, BoundedForward
+    )
 
 
 def test_only_the_wanted_logit_moves(pair):

@@ -1,6 +1,7 @@
 """A start imports what it needs: neither mlx-lm nor transformers for a Llama-shaped model with a tokenizer.json."""
 
 import json
+import signal
 import subprocess
 import sys
 
@@ -13,13 +14,6 @@ REPORT = (
     f"{HEAVY | {'jinja2', 'huggingface_hub'}!r}), file=sys.stderr))\n"
 )
 CLI = REPORT + "from posttrainllm.adapters.cli import cli\ncli.main(sys.argv[1:])\n"
-SERVE = (
-    REPORT
-    + "import json\nfrom posttrainllm.adapters.runtime import start\nstart()\n"
-    + "from posttrainllm.adapters.serve.boot import ServeOptions, boot\n"
-    + "served = boot(ServeOptions(**json.loads(sys.argv[1])))\n"
-    + "assert served.scheduler.engine.pair.draft is not None\n"
-)
 PROMPT = ("--prompt", "def add(a, b):", "--max-tokens", "4", "--quiet")
 
 
@@ -28,7 +22,11 @@ def imported(code, *arguments, stdin=""):
     command = [sys.executable, "-c", code, *arguments]
     done = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    line = next(line for line in done.stderr.splitlines() if line.startswith("imported "))
+    return reported(done.stderr)
+
+
+def reported(text):
+    line = next(line for line in text.splitlines() if line.startswith("imported "))
     return set(json.loads(line.removeprefix("imported ").replace("'", '"')))
 
 
@@ -45,12 +43,16 @@ def test_a_chat_needs_a_template_and_no_transformers():
 
 
 def test_a_server_imports_neither_mlx_lm_nor_transformers():
-    options = {
-        **{"model": None, "draft_model": None, "speculate": True, "draft_k": 2, "dtype": "auto", "forward": "auto"},
-        **{"accept_rule": "leviathan", "slots": 1, "max_context": 128, "max_tokens_limit": None, "queue": 1},
-        **{"gate": "off", "api_key": None, "served_model_name": None, "request_timeout_s": None, "record_dir": None},
-    }
-    assert imported(SERVE, json.dumps(options)) & HEAVY == set()
+    options = ("--port", "0", "--gate", "off", "--draft-k", "2", "--max-context", "128")
+    command = [sys.executable, "-c", CLI, "serve", *options]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        log = []
+        for line in server.stderr:
+            log.append(line)
+            if " serving " in line:
+                server.send_signal(signal.SIGTERM)
+        assert server.wait(timeout=60) == 0, log
+    assert reported("".join(log)) & HEAVY == set()
 
 
 def test_the_python_api_imports_neither(tiny_checkpoint):

@@ -17,6 +17,8 @@ __all__ = ["LlamaConfig", "lifted_rope", "read_config"]
 
 _FAMILIES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}  # as mlx-lm maps them
 _THETA = {"llama": 10000.0, "qwen2": 1000000.0, "qwen3": None}  # what mlx-lm takes where the config has none
+_FULL = "full_attention"
+_LARGEST_HEAD = 2**16  # beyond it a config is no model's, and its table of frequencies would fill the memory
 # settings that change what is computed and that our forwards do not know
 _FOREIGN = ("model_file", "quantize_activations", "rope_traditional", "use_sliding_window")
 
@@ -47,12 +49,12 @@ def read_config(config: Mapping[str, Any]) -> LlamaConfig | None:
         The description; None where the model is another one, or where a value is missing or not what is expected.
     """
     family = _FAMILIES.get(str(config.get("model_type")))
-    if family is None or any(config.get(name) for name in _FOREIGN):
+    if family is None or any(config.get(name) for name in _FOREIGN) or config.get("text_config") is not None:
         return None
     if config.get("hidden_act", "silu") not in ("silu", "swish") or config.get("partial_rotary_factor", 1) != 1:
         return None
     quantization = config.get("quantization")
-    if not (quantization is None or isinstance(quantization, dict)):
+    if not (quantization is None or _is_packing(quantization)):
         return None
     if quantization is None and config.get("quantization_config"):
         return None  # another library's packing
@@ -105,7 +107,9 @@ def _shape(config: Mapping[str, Any], family: str) -> LlamaShape | None:
     if family == "qwen2" or (family == "llama" and head_size is None):
         head_size = hidden // heads
     eps = _number(config.get("rms_norm_eps"))
-    if type(head_size) is not int or head_size < 2 or head_size % 2 or heads % kv_heads or eps is None:
+    if type(head_size) is not int or not 2 <= head_size <= _LARGEST_HEAD or head_size % 2:
+        return None
+    if heads % kv_heads or eps is None:
         return None
     rope = _rope(config, family, head_size)
     if rope is None:
@@ -126,7 +130,12 @@ def _shape(config: Mapping[str, Any], family: str) -> LlamaShape | None:
 
 def _full_attention(config: Mapping[str, Any], layers: int) -> bool:
     """Whether every layer attends to all positions. A `sliding_window` alone is not heeded by mlx-lm's modules."""
-    return config.get("layer_types") in (None, ["full_attention"] * layers)
+    types = config.get("layer_types")
+    return types is None or (isinstance(types, list) and len(types) == layers and set(map(str, types)) == {_FULL})
+
+
+def _is_packing(value: Any) -> bool:
+    return isinstance(value, dict) and all(type(value.get(name)) is int for name in ("group_size", "bits"))
 
 
 def _number(value: Any) -> float | None:

@@ -76,13 +76,14 @@ class Child:
 
 
 @contextlib.contextmanager
-def running_child(name: str, module: str, arguments: Sequence[str]) -> Iterator[Child]:
+def running_child(name: str, module: str, arguments: Sequence[str], *, python: str | None = None) -> Iterator[Child]:
     """Run a module of this package for as long as it is needed.
 
     Args:
         name: for messages.
         module: such as "child_mlx_lm".
         arguments: of its command line.
+        python: interpreter; None for this one.
 
     Yields:
         The process, loaded.
@@ -91,7 +92,7 @@ def running_child(name: str, module: str, arguments: Sequence[str]) -> Iterator[
         PosttrainllmError: it cannot take part.
     """
     environment = {key: value for key, value in os.environ.items() if key not in _OURS}
-    command = [sys.executable, "-m", f"posttrainllm.evals.bench.{module}", *arguments]
+    command = [python or sys.executable, "-m", f"posttrainllm.evals.bench.{module}", *arguments]
     with (
         tempfile.TemporaryFile() as log,
         subprocess.Popen(

@@ -1,6 +1,7 @@
 """What `posttrainllm bench` measures on request, and the options that ask for it. Imports no MLX: --help reads this."""
 
 import importlib.util
+import shutil
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -29,6 +30,8 @@ class Extras:
     """Dtypes of mlx-lm in a process without our BLAS."""
     transformers: tuple[str, ...] = ()
     """"static" (cache, with torch.compile) and "eager"."""
+    transformers_python: str | None = None
+    """Interpreter that has them and torch; None for this one."""
     rows: tuple[int, ...] = ()
     """B of our engine."""
     sampled: bool = False
@@ -62,6 +65,11 @@ def extra_options(command: _Command) -> _Command:
             metavar="KINDS",
             help="Also transformers on CUDA: static (cache, compiled), eager or both. Alone: static.",
         ),
+        click.option(
+            "--transformers-python",
+            metavar="PATH",
+            help="Interpreter that has torch and this package, where torch and MLX want different CUDA libraries.",
+        ),
         click.option("--rows", metavar="LIST", help="Also our engine with that many rows, such as 1,8."),
         click.option("--sampled", is_flag=True, help="Also the time of a step at T=1, with both accept rules."),
         click.option(
@@ -79,6 +87,7 @@ def extras_from(
     accept_rate: float | None = None,
     as_installed: str | None = None,
     transformers: str | None = None,
+    transformers_python: str | None = None,
     rows: str | None = None,
     sampled: bool = False,
     start_up: int = 0,
@@ -91,6 +100,7 @@ def extras_from(
         accept_rate: from 0 to 1.
         as_installed: dtypes with commas between them.
         transformers: kinds with commas between them.
+        transformers_python: an interpreter; None for this one.
         rows: whole numbers with commas between them.
         sampled: as it is.
         start_up: 0 or more.
@@ -107,13 +117,17 @@ def extras_from(
     if start_up < 0:
         raise UsageError(f"--start-up: got {start_up}, expected 0 or more")
     kinds = _names("transformers", transformers, _KINDS)
-    missing = [name for name in ("torch", "transformers") if kinds and importlib.util.find_spec(name) is None]
+    here = kinds if transformers_python is None else ()
+    missing = [name for name in ("torch", "transformers") if here and importlib.util.find_spec(name) is None]
+    if transformers_python is not None and shutil.which(transformers_python) is None:
+        raise UsageError(f"--transformers-python: got {transformers_python!r}, expected a program that runs")
     if missing:
         raise UsageError(f"--transformers: got no {missing[0]}, expected it to be installed: pip install {missing[0]}")
     return Extras(
         accept_rate=_SIMULATED if accept_rate is None and shapes is not None else accept_rate,
         as_installed=_names("as-installed", as_installed, DTYPES),
         transformers=kinds,
+        transformers_python=transformers_python,
         rows=_rows(rows, repeats),
         sampled=sampled,
         start_up=start_up,

@@ -58,7 +58,8 @@ def all_contenders(
     for kind in extras.transformers:
         arguments = [paths[0], "--dtype", pair.target.dtype, "--device", "cuda"]
         arguments += ["--eager"] if kind == "eager" else []
-        child = stack.enter_context(running_child("transformers", "child_transformers", arguments))
+        python = extras.transformers_python
+        child = stack.enter_context(running_child("transformers", "child_transformers", arguments, python=python))
         contenders.append(ChildContender(child, name=f"transformers, {kind}", engine="transformers"))
     return contenders
 

@@ -12,11 +12,11 @@ from posttrainllm.adapters.loading.pair import Pair
 from posttrainllm.adapters.rows import RowRequest
 from posttrainllm.evals.bench.costs import Chain
 from posttrainllm.evals.bench.machine import CpuWatch
-from posttrainllm.kernel.state import DecodeState, StepOutput
+from posttrainllm.kernel.forward import Forward
+from posttrainllm.kernel.state import DecodeState, KVCache, StepOutput
 
 __all__ = ["Parts", "measure_parts"]
 
-_POSITION = 64
 _STEPS = 8  # launched in a row, as the engine does on a GPU
 _COLUMNS = 4096
 _COPY_BYTES = {"cpu": 2**28, "gpu": 2**31}
@@ -41,13 +41,12 @@ class Parts:
     """The target's forward at width 1."""
     verify: float
     """At width K + 1."""
-    draft_first: float
-    draft_later: float
-    """Each of the K - 1 others."""
+    draft: float
+    """The draft's K forwards in one graph, each fed what the last one found likeliest."""
 
 
 def measure_parts(
-    pair: Pair, draft_k: int, capacities: Sequence[int], *, samples: int = 9
+    pair: Pair, draft_k: int, capacities: Sequence[int], *, length: int, samples: int = 9
 ) -> tuple[list[Parts], float, float | None]:
     """Time a step and its parts, all capacities in turn.
 
@@ -55,6 +54,7 @@ def measure_parts(
         pair: with a draft.
         draft_k: K.
         capacities: C of each; the cache is as large as that, the text is short.
+        length: ids of the text.
         samples: of each; medians are taken.
 
     Returns:
@@ -63,21 +63,22 @@ def measure_parts(
     """
     assert pair.draft is not None
     watch = CpuWatch()
-    later = draft_width(pair.runtime.device)
+    drafting = attrs.evolve(
+        pair.draft, forward=_drafting(pair.draft.forward, draft_k, draft_width(pair.runtime.device))
+    )
     timed: dict[tuple[int, str], Callable[[], float]] = {}
     for capacity in capacities:
         forwards = {
             "plain": (pair.target, 1),
             "verify": (pair.target, draft_k + 1),
-            "draft_first": (pair.draft, 2),
-            "draft_later": (pair.draft, later),
+            "draft": (drafting, 2),
         }
         for name, (model, width) in forwards.items():
-            timed[capacity, name] = Chain(model, width, capacity, _POSITION).run
-        steps, plain_steps = (_Steps(of, draft_k, capacity) for of in (pair, pair.plain("a part of the step")))
+            timed[capacity, name] = Chain(model, width, capacity, length).run
+        steps, plain_steps = (_Steps(of, draft_k, capacity, length) for of in (pair, pair.plain("a part of the step")))
         timed |= {(capacity, "step"): steps.chained, (capacity, "plain_step"): plain_steps.chained}
         timed |= {(capacity, "call"): steps.called, (capacity, "launch"): steps.launched}
-        timed[capacity, "engine_step"] = _EngineSteps(pair, draft_k, capacity).run
+        timed[capacity, "engine_step"] = _EngineSteps(pair, draft_k, capacity, length).run
     found: dict[tuple[int, str], list[float]] = {key: [] for key in timed}
     memory, rates = _Memory(pair.runtime.device), []
     for _ in range(samples):
@@ -92,20 +93,36 @@ def measure_parts(
     return parts, max(rates), watch.others()
 
 
-def _engine(pair: Pair, draft_k: int, capacity: int) -> Engine:
-    """One whose row is filled and far from its limit."""
+def _drafting(forward: Forward, draft_k: int, later: int) -> Forward:
+    """K forwards, the first of width 2, as a step makes them and without whatever it does besides."""
+
+    def run(tokens: mx.array, kv: KVCache, position: mx.array) -> tuple[mx.array, KVCache]:
+        logits, kv = forward(tokens, kv, position)
+        last = tokens[:, -1:]
+        for index in range(1, draft_k):
+            drawn = mx.argmax(logits[:, -1:], axis=-1).astype(mx.int32)  # [B, 1]
+            window = drawn if later == 1 else mx.concatenate([last, drawn], axis=1)
+            logits, kv = forward(window, kv, position + 2 + index - later)
+            last = drawn
+        return logits, kv
+
+    return run
+
+
+def _engine(pair: Pair, draft_k: int, capacity: int, length: int) -> Engine:
+    """One whose row soon stops, which makes a step no cheaper: it stays as short as the step is for."""
     engine = Engine(pair, capacity=capacity, width=draft_k + 1)
-    limit = min(capacity - 1, pair.target.context)
-    engine.insert(0, RowRequest(prompt=[1] * _POSITION, limit=limit, draft_k=0 if pair.draft is None else draft_k))
+    limit = length + draft_k + 1
+    engine.insert(0, RowRequest(prompt=[1] * length, limit=limit, draft_k=0 if pair.draft is None else draft_k))
     return engine
 
 
 class _Steps:
-    """The compiled step alone, on a state of its own. A row that has reached its limit costs the same."""
+    """The compiled step alone, on a state of its own."""
 
-    def __init__(self, pair: Pair, draft_k: int, capacity: int) -> None:
-        engine = _engine(pair, draft_k, capacity)
-        self._step = engine.step_for(engine.config_for("greedy"))
+    def __init__(self, pair: Pair, draft_k: int, capacity: int, length: int) -> None:
+        engine = _engine(pair, draft_k, capacity, length)
+        self._step = engine.step_for(engine.usual_config("greedy", length + 3 * engine.width))
         self._sampling = engine._sampling
         self._state: DecodeState | None = engine.hand_over()
         self.chained()  # compiles
@@ -153,8 +170,8 @@ class _Steps:
 class _EngineSteps:
     """Steps as a request gets them."""
 
-    def __init__(self, pair: Pair, draft_k: int, capacity: int) -> None:
-        self._engine = _engine(pair, draft_k, capacity)
+    def __init__(self, pair: Pair, draft_k: int, capacity: int, length: int) -> None:
+        self._engine = _engine(pair, draft_k, capacity, length)
         self.run()
 
     def run(self) -> float:

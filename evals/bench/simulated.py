@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from posttrainllm.adapters.loading.module import Model
-from posttrainllm.kernel.forward import Forward
+from posttrainllm.kernel.forward import BoundedForward, Forward
 from posttrainllm.kernel.state import KVCache
 
 __all__ = ["Script", "SimulatedModule", "expected_accepted", "scripted", "wanted_ids"]
@@ -118,16 +118,34 @@ def scripted(model: Model, script: Script) -> Model:
     return _ScriptedModel(**(fields | {"forward": _bent(model.forward), "script": script}))
 
 
-def _bent(forward: Forward) -> Forward:
-    def run(tokens: mx.array, kv: KVCache, position: mx.array) -> tuple[mx.array, KVCache]:
+@attrs.frozen(eq=False, kw_only=True)
+class _Bent:
+    """A forward whose cache ends in the ids wanted."""
+
+    forward: Forward
+
+    def __call__(self, tokens: mx.array, kv: KVCache, position: mx.array) -> tuple[mx.array, KVCache]:
         *layers, (wanted, nothing) = kv
-        logits, written = forward(tokens, tuple(layers), position)
+        logits, written = self.forward(tokens, tuple(layers), position)
         rows, width = tokens.shape
         columns = mx.minimum(position[:, None] + mx.arange(width), wanted.shape[2] - 1)  # [B, W]
         ids = mx.take_along_axis(wanted.reshape(rows, -1), columns, axis=1)  # [B, 1, C, 1] -> [B, C] -> [B, W]
         return _raise(logits, ids), (*written, (wanted, nothing))
 
-    return run
+
+@attrs.frozen(eq=False, kw_only=True)
+class _BoundedBent(_Bent):
+    """The same of a forward that can attend to the first slots alone."""
+
+    forward: BoundedForward
+
+    def within(self, live: int) -> Forward:
+        """See `BoundedForward`."""
+        return _Bent(forward=self.forward.within(live))
+
+
+def _bent(forward: Forward) -> Forward:
+    return _BoundedBent(forward=forward) if isinstance(forward, BoundedForward) else _Bent(forward=forward)
 
 
 def _raise(logits: mx.array, ids: mx.array) -> mx.array:

@@ -144,12 +144,6 @@ def test_a_fault_of_the_coupled_rule_alone_is_broken_by_its_comparison(monkeypat
         "(~sampling.coupled & (sampling.temperature > 0))[:, None]",
         "(sampling.temperature > 0)[:, None]",
     )
-    plant(
-        monkeypatch,
-        pure_step.speculative_step,
-        'config.mode == "greedy" or config.rules == "coupled"',
-        'config.mode == "greedy"',
-    )
     path = gated(tiny_pair(draft="noisy"))
     assert path.findings.reference_differences == ()
     assert path.findings.coupled_differences

@@ -289,10 +289,10 @@ def _judge_by_ratio(
 ) -> tuple[mx.array, mx.array]:
     """How many proposals stand and which id follows them, int32 [B] each; rows of the other rule as `accepts` says."""
     by_ratio = (~sampling.coupled & (sampling.temperature > 0))[:, None]  # [B, 1]
-    target_probs = mx.softmax(warped, axis=-1)
+    target_probs = mx.softmax(warped[:, :-1], axis=-1)  # [B, K + 1, V] -> [B, K, V]: none behind the last is refused
     draft_probs = mx.softmax(proposal.warped, axis=-1)
     uniforms = noise.uniform(noise.position_keys(state.key, _positions(config, state)[:, :-1], noise.ACCEPT))
-    ratio_accepts = accept.leviathan_accepts(proposal.tokens, target_probs[:, :-1], draft_probs, uniforms)
+    ratio_accepts = accept.leviathan_accepts(proposal.tokens, target_probs, draft_probs, uniforms)
     accepted = accept.prefix_length(mx.where(by_ratio, ratio_accepts, accepts), proposal.count)
     refused = mx.minimum(accepted, config.proposals - 1)  # index of the refused proposal, where there is one
     if shared_noise is None:
@@ -302,7 +302,7 @@ def _judge_by_ratio(
         final_noise = final_noise[:, 0]  # [B, V]
     else:
         final_noise, drawn = _at(shared_noise, accepted), _at(choice, accepted)
-    residual = accept.residual_choice(_at(target_probs, accepted), _at(draft_probs, refused), final_noise)
+    residual = accept.residual_choice(_at(target_probs, refused), _at(draft_probs, refused), final_noise)
     from_residual = by_ratio[:, 0] & (accepted < proposal.count)
     return accepted, mx.where(from_residual, residual, drawn)
 

@@ -119,8 +119,8 @@ LAWS = {
     ),
     "judges by the draft's law one place on": (
         pure_step._judge_by_ratio,
-        "target_probs[:, :-1], draft_probs, uniforms",
-        "target_probs[:, :-1], mx.roll(draft_probs, 1, axis=1), uniforms",
+        "target_probs, draft_probs, uniforms",
+        "target_probs, mx.roll(draft_probs, 1, axis=1), uniforms",
     ),
 }
 

@@ -63,6 +63,7 @@ def run(
     model: str | None = None,
     draft_model: str | None = None,
     dtype: str = "auto",
+    forward: str = "auto",
     draft_k: int = 4,
     slots: int | None = None,
     max_context: int | None = None,
@@ -81,6 +82,7 @@ def run(
         model: as `serve` takes it; with `url`, the one that is served there.
         draft_model: the same.
         dtype: the same.
+        forward: the same.
         draft_k: the same.
         slots: the same; None is `parallel`.
         max_context: the same; None is the server's own.
@@ -112,7 +114,7 @@ def run(
         raise UsageError("got MODEL without --draft-model, expected both: there is nothing to speculate with")
     texts = read_prompts(Path(prompts_file) if prompts_file is not None else HELD_OUT)
     prompts = choose_prompts(_tokenizer(model), texts, prompt_tokens, repeats + parallel, warm_up=parallel)
-    served = ["--dtype", dtype, "--slots", str(slots or parallel), "--queue", str(parallel)]
+    served = ["--dtype", dtype, "--forward", forward, "--slots", str(slots or parallel), "--queue", str(parallel)]
     served += [] if max_context is None else ["--max-context", str(max_context)]
     with ExitStack() as stack:
         if url is None:

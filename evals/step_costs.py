@@ -2,8 +2,8 @@
 
 The step, its forwards and the engine's loop are timed one after the other, so that parts are found by leaving others
 out. Beside them stands the limit: bytes of weights over what the memory delivers to a large copy, or to a product
-that reads a large matrix once. The last table is the price of a cache's capacity: attention goes over all C slots,
-whatever the text's length.
+that reads a large matrix once. The last table is the price of a cache's capacity: forwards alone go over all C slots,
+the step over those in use where its forwards can.
 """
 
 import contextlib

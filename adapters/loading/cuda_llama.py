@@ -22,8 +22,9 @@ from posttrainllm.kernel.state import KVCache
 __all__ = ["cuda_llama_forward", "one_buffer", "plain_llama_forward", "unsupported"]
 
 _SOURCES = ("cuda_llama.cu", "cuda_attention.cu", "cuda_forward.cu")
+_FIELDS = ("norm", "qkv", "bias", "output", "mlp_norm", "gate_up", "down")  # of a layer, as the kernel has them
 _THREADS = 512
-_MOST_ROWS = 64  # tokens of all rows together; more are as fast through plain products
+_MOST_TOKENS = 64  # of a launch; more rows are several launches, a wider window takes plain operations
 _COUNTERS = 4096
 _BARRIER_COUNTERS = 32
 
@@ -108,7 +109,7 @@ def cuda_llama_forward(weights: LlamaWeights, device: Gpu, folder: Path | None) 
     # a barrier and counters that the kernel leaves as it found them
     counters = mx.zeros((_COUNTERS,), dtype=mx.int32)
     mx.eval(frequencies, counters)
-    arrays = [frequencies, weights.embedding.weight, weights.norm, weights.head.weight, counters]
+    shared = [weights.embedding.weight, weights.norm, weights.head.weight, counters]
     layers = [array for layer in weights.layers for array in _arrays(layer)]
     build = functools.cache(functools.partial(_kernel, weights, device, folder))
     most, counted = _most_tokens(shape, device), _COUNTERS - _BARRIER_COUNTERS
@@ -125,7 +126,7 @@ def cuda_llama_forward(weights: LlamaWeights, device: Gpu, folder: Path | None) 
         logits, fresh, *_ = mx.fast.precompiled_cuda_kernel(
             name="llama_forward",
             compiled_source=build(_rows_for(count), split),
-            inputs=[tokens, position, arrays[0], cached, *arrays[1:], *layers],
+            inputs=[tokens, position, frequencies, cached, *shared, *layers],
             output_shapes=[
                 (batch, width, shape.vocab_size),
                 (batch, planes, width, shape.head_size),
@@ -194,7 +195,7 @@ def _rows_for(tokens: int) -> int:
 
 def _most_tokens(shape: LlamaShape, device: Gpu) -> int:
     """Tokens of a launch: no more than the inputs of a product in shared memory; 0 where none fits."""
-    for rows in range(_MOST_ROWS, 0, -8):
+    for rows in range(_MOST_TOKENS, 0, -8):
         sums = 4 * 2 * (1 if rows > 16 else 2) * 8 * rows * 8
         inputs = rows * (shape.hidden + 32) * 2
         angles = rows * shape.head_size * 4
@@ -205,7 +206,7 @@ def _most_tokens(shape: LlamaShape, device: Gpu) -> int:
 
 def _kernel(weights: LlamaWeights, device: Gpu, folder: Path | None, rows: int, split: int) -> bytes:
     shape, bias = weights.shape, weights.layers[0].qkv.bias is not None
-    names = ["norm", "qkv", *(["bias"] if bias else []), "output", "mlp_norm", "gate_up", "down"]
+    names = [name for name in _FIELDS if bias or name != "bias"]
     parameters = "".join(f"const u16* {name}_{index}, " for index in range(shape.layers) for name in names)
     table = ", ".join(
         "{" + ", ".join(f"{name}_{index}" if name in names else "nullptr" for name in _FIELDS) + "}"
@@ -232,6 +233,3 @@ def _kernel(weights: LlamaWeights, device: Gpu, folder: Path | None, rows: int, 
     lines = [f"#define {name} {value}" for name, value in defined.items()]
     source = "\n".join([*lines, *((folder_of_sources / name).read_text(encoding="utf-8") for name in _SOURCES)])
     return compile_cuda(source, [f"--gpu-architecture=sm_{device.major}{device.minor}a", "-std=c++17"], folder)
-
-
-_FIELDS = ("norm", "qkv", "bias", "output", "mlp_norm", "gate_up", "down")

@@ -94,7 +94,7 @@ struct Emit {
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     llama_forward(const int* ids, const int* position, const float* frequencies, const u16* cached,
                   const u16* embedding, const u16* last_norm, const u16* head, const int* scratch_counters,
-                  PARAMETERS float* logits, u16* fresh, u16* hidden, u16* queries, u16* attended, u16* activated,
+                  const void* after, PARAMETERS float* logits, u16* fresh, u16* hidden, u16* queries, u16* attended, u16* activated,
                   float* parts, int batch, int width, int capacity) {
   extern __shared__ __align__(16) unsigned char shared[];
   __shared__ Layer layers[LAYERS];

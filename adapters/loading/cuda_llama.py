@@ -115,8 +115,8 @@ def cuda_llama_forward(weights: LlamaWeights, device: Gpu, folder: Path | None) 
     most, counted = _most_tokens(shape, device), _COUNTERS - _BARRIER_COUNTERS
     build(_rows_for(1), _split_keys(1))  # what is wrong with it is said now, not in the middle of a request
 
-    def launched(tokens: mx.array, cached: mx.array, position: mx.array) -> tuple[mx.array, mx.array]:
-        """Logits float32 [B, W, V], and the window's own keys and values [B, 2 layers H, W, D]."""
+    def launched(tokens: mx.array, cached: mx.array, position: mx.array, after: mx.array) -> tuple[mx.array, mx.array]:
+        """Logits float32 [B, W, V], and the window's own keys and values [B, 2 layers H, W, D]; once `after` is there."""
         batch, width = tokens.shape
         planes, capacity = cached.shape[1:3]
         split = _split_keys(capacity)
@@ -126,7 +126,7 @@ def cuda_llama_forward(weights: LlamaWeights, device: Gpu, folder: Path | None) 
         logits, fresh, *_ = mx.fast.precompiled_cuda_kernel(
             name="llama_forward",
             compiled_source=build(_rows_for(count), split),
-            inputs=[tokens, position, frequencies, cached, *shared, *layers],
+            inputs=[tokens, position, frequencies, cached, *shared, after, *layers],
             output_shapes=[
                 (batch, width, shape.vocab_size),
                 (batch, planes, width, shape.head_size),
@@ -152,8 +152,12 @@ def cuda_llama_forward(weights: LlamaWeights, device: Gpu, folder: Path | None) 
             return plain(tokens, kv, position)
         ((cached, empty),) = kv
         # a row's bits are the same in any company, so more rows than fit are several launches
-        groups = [slice(first, first + together) for first in range(0, batch, together)]
-        found = [launched(tokens[rows], cached[rows], position[rows]) for rows in groups]
+        found: list[tuple[mx.array, mx.array]] = []
+        for first in range(0, batch, together):
+            rows = slice(first, first + together)
+            # one after the other: blocks of two launches that wait for their own others would fill the device and hang
+            after = found[-1][1] if found else counters
+            found.append(launched(tokens[rows], cached[rows], position[rows], after))
         logits, fresh = (mx.concatenate(list(each)) if len(found) > 1 else each[0] for each in zip(*found, strict=True))
         return logits, ((write_at(cached, fresh, position), empty),)
 

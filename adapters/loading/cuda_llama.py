@@ -116,7 +116,7 @@ def cuda_llama_forward(weights: LlamaWeights, device: Gpu, folder: Path | None) 
     build(_rows_for(1), _split_keys(1))  # what is wrong with it is said now, not in the middle of a request
 
     def launched(tokens: mx.array, cached: mx.array, position: mx.array, after: mx.array) -> tuple[mx.array, mx.array]:
-        """Logits float32 [B, W, V], and the window's own keys and values [B, 2 layers H, W, D]; once `after` is there."""
+        """Logits [B, W, V] and the window's own keys and values [B, 2 layers H, W, D], when `after` is there."""
         batch, width = tokens.shape
         planes, capacity = cached.shape[1:3]
         split = _split_keys(capacity)

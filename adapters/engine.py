@@ -27,11 +27,11 @@ from posttrainllm.adapters.rows import (
     wanted_logprobs,
 )
 from posttrainllm.kernel.cache import insert_request, insert_row
+from posttrainllm.kernel.compiled import CatchUp, Prefill, Step, compile_catch_up, compile_prefill, compile_step
 from posttrainllm.kernel.config import Mode, Rules, StepConfig
 from posttrainllm.kernel.draft import CATCH_UP_WIDTH, Draft
 from posttrainllm.kernel.errors import CapacityError
 from posttrainllm.kernel.forward import BoundedForward, Forward, bounded
-from posttrainllm.kernel.pure_step import CatchUp, Prefill, Step, compile_catch_up, compile_prefill, compile_step
 from posttrainllm.kernel.state import DecodeState, StepOutput
 
 __all__ = ["Engine", "capacity_for", "draft_width", "live_slots"]

@@ -7,8 +7,8 @@ import numpy as np
 
 from posttrainllm.adapters.loading.module import Model
 from posttrainllm.adapters.rows import RowRequest
+from posttrainllm.kernel.compiled import Prefill
 from posttrainllm.kernel.noise import root_key
-from posttrainllm.kernel.pure_step import Prefill
 from posttrainllm.kernel.state import DecodeState, KVCache
 
 __all__ = ["PromptPrefill", "prefill_chunk"]

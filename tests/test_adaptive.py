@@ -25,10 +25,10 @@ from posttrainllm.adapters.replay.replayer import Replayer
 from posttrainllm.adapters.replay.verify import verify, view_step
 from posttrainllm.adapters.replay.writer import TraceWriter
 from posttrainllm.adapters.rows import RowRequest
+from posttrainllm.kernel.compiled import compile_catch_up, compile_step
 from posttrainllm.kernel.config import StepConfig
 from posttrainllm.kernel.draft import CATCH_UP_WIDTH, Draft
 from posttrainllm.kernel.errors import TraceError
-from posttrainllm.kernel.pure_step import compile_catch_up, compile_step
 
 WIDTH, COUNT = 5, 120
 PROMPTS = ((4, 5, 6, 7), (9,) * 30, (3,), tuple(range(100, 200)))

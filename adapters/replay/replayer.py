@@ -18,11 +18,11 @@ from posttrainllm.adapters.engine import Engine
 from posttrainllm.adapters.loading.pair import Pair
 from posttrainllm.adapters.replay.trace import StepRecord, Trace
 from posttrainllm.adapters.rows import RowPlace, RowRequest, RowStep, read_rows, sampling_of
+from posttrainllm.kernel.compiled import Refill, compile_refill
 from posttrainllm.kernel.config import StepConfig
 from posttrainllm.kernel.errors import TraceError
 from posttrainllm.kernel.explain import Explanation, explain_step
 from posttrainllm.kernel.noise import root_key
-from posttrainllm.kernel.pure_step import Refill, compile_refill
 from posttrainllm.kernel.state import DecodeState, Sampling
 
 __all__ = ["Replayer"]

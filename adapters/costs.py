@@ -94,8 +94,8 @@ def _measure(pair: Pair, shape: CostShape, mode: Mode, progress: Callable[[], No
     """Clock every step in turns, so that what else the machine does meets all of them alike."""
     engine = Engine(pair, rows=shape.rows, capacity=shape.capacity, width=shape.width)
     half = shape.capacity // 2  # the costs are fixed, and a row is about half as long as it gets, on the average
-    configs = {draft_k: engine.usual_config(mode, half, draft_k=draft_k) for draft_k in shape.draft_ks}
-    usual = attrs.evolve(engine.usual_config(mode, half), width=1)
+    configs = {draft_k: engine.compiled.usual_config(mode, half, draft_k=draft_k) for draft_k in shape.draft_ks}
+    usual = attrs.evolve(engine.compiled.usual_config(mode, half), width=1)
     runs: dict[int | None, Callable[[], None]] = {
         draft_k: partial(engine.rehearse, config) for draft_k, config in configs.items()
     }

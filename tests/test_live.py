@@ -7,10 +7,11 @@ import pytest
 from support import decode, fused_weights, make_sampling, make_state, tiny_config, tiny_module, tiny_pair
 
 from posttrainllm.adapters.adaptive import Curve
-from posttrainllm.adapters.engine import Engine, live_slots
+from posttrainllm.adapters.engine import Engine
 from posttrainllm.adapters.loading.cpu_llama import cpu_llama_forward
 from posttrainllm.adapters.loading.variants import model_from_weights
 from posttrainllm.adapters.rows import RowRequest, needed_rules
+from posttrainllm.adapters.shapes import live_slots
 from posttrainllm.kernel.compiled import compile_forward, compile_step
 from posttrainllm.kernel.config import StepConfig
 from posttrainllm.kernel.draft import Draft

@@ -256,7 +256,10 @@ def _source_hash() -> str:
     files = [file for folder in folders for file in sorted(folder.glob("*")) if file.suffix in written]
     for file in [
         *files,
-        *(adapters / f"{name}.py" for name in ("adaptive", "batch", "engine", "prefill", "rows", "runtime")),
+        *(
+            adapters / f"{name}.py"
+            for name in ("adaptive", "batch", "compiled", "engine", "prefill", "rows", "runtime", "shapes")
+        ),
     ]:
         digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
     return digest.hexdigest()[:16]

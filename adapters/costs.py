@@ -16,7 +16,8 @@ import attrs
 
 from posttrainllm.adapters.adaptive import Curve, curve_mode
 from posttrainllm.adapters.engine import Engine
-from posttrainllm.adapters.gate.cache import cache_folder, models_of, setting_of, write_whole
+from posttrainllm.adapters.gate.cache import cache_folder, write_whole
+from posttrainllm.adapters.gate.key import models_of, setting_of
 from posttrainllm.adapters.loading.pair import Pair
 from posttrainllm.adapters.runtime import LOGGER
 from posttrainllm.kernel.config import Mode

@@ -14,7 +14,7 @@ from posttrainllm.adapters import adaptive, batch
 from posttrainllm.adapters import engine as engine_module
 from posttrainllm.adapters.adaptive import Curve, Pace, choices_up_to, expected_ids, speed_ratio
 from posttrainllm.adapters.engine import Engine
-from posttrainllm.adapters.gate.cache import gate_key
+from posttrainllm.adapters.gate.key import gate_key
 from posttrainllm.adapters.gate.paths import PATHS
 from posttrainllm.adapters.gate.plan import plan
 from posttrainllm.adapters.gate.prompts import Prompt, read_prompts

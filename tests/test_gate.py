@@ -1,6 +1,8 @@
 """The gate's parts: prompts, verdicts, the law's statistic, the cache, the command, and what `sample` makes of it."""
 
+import inspect
 import json
+import re
 import subprocess
 import sys
 import unicodedata
@@ -11,9 +13,12 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from posttrainllm.adapters import compiled as compiled_module
+from posttrainllm.adapters import engine as engine_module
 from posttrainllm.adapters.cli import cli
 from posttrainllm.adapters.gate import cache, kl
 from posttrainllm.adapters.gate import command as command_module
+from posttrainllm.adapters.gate import key as key_module
 from posttrainllm.adapters.gate import plan as plan_module
 from posttrainllm.adapters.gate.findings import Divergence, Findings, GateResult, Law, PathResult, Probe
 from posttrainllm.adapters.gate.key import gate_key
@@ -393,6 +398,18 @@ def test_everything_that_bits_depend_on_is_in_the_key(embedded_pair, monkeypatch
     assert len(names) == 1 + len(others)
     assert json.loads(json.dumps(key())) == key()
     assert {"target", "draft", "adapter", "tokenizer", "kv_dtype", "rows", "capacity", "prompts"} <= key().keys()
+
+
+def test_a_change_to_any_source_that_the_engine_steps_with_changes_the_key(monkeypatch):
+    read = []
+    monkeypatch.setattr(key_module.Path, "read_bytes", lambda path: read.append(path) or b"")
+    key_module._source_hash.__wrapped__()
+    hashed = {".".join((path.parent.name, path.stem)) for path in read}
+    text = inspect.getsource(engine_module) + inspect.getsource(compiled_module)
+    names = re.findall(r"^from posttrainllm\.([\w.]+) import", text, flags=re.MULTILINE)
+    needed = {".".join(name.split(".")[-2:]) for name in names} | {"adapters.engine"}
+    assert {"adapters.compiled", "adapters.shapes", "kernel.compiled", "loading.pair"} <= needed
+    assert needed - hashed == {"adapters.checks"}  # it refuses ids, and changes none
 
 
 def test_the_hash_of_the_prompts_is_of_their_texts_in_order():

@@ -335,7 +335,7 @@ def test_the_drafts_cache_has_the_ids_that_steps_without_it_left_out(pair):
             draft_k = left.pop(0)
             return (draft_k, draft_k), ((count if len(left) == 3 else 0),) * 2
 
-        engine._pacer.decide = decide
+        engine.occupancy.pacer.decide = decide
         for row, prompt in enumerate(((7,), PROMPTS[1])):
             engine.insert(row, request_of(prompt))
         for index in range(gap + 3):

@@ -124,7 +124,7 @@ class _Steps:
     def __init__(self, pair: Pair, draft_k: int, capacity: int, length: int) -> None:
         engine = _engine(pair, draft_k, capacity, length)
         self._step = engine.compiled.step_for(engine.compiled.usual_config("greedy", length + 3 * engine.width))
-        self._sampling = engine._sampling
+        self._sampling = engine.occupancy.sampling
         self._state: DecodeState | None = engine.hand_over()
         self.chained()  # compiles
 

@@ -16,7 +16,8 @@ import attrs
 
 from posttrainllm.adapters.adaptive import Curve, curve_mode
 from posttrainllm.adapters.engine import Engine
-from posttrainllm.adapters.gate.cache import cache_folder, models_of, setting_of, write_whole
+from posttrainllm.adapters.gate.cache import cache_folder, write_whole
+from posttrainllm.adapters.gate.key import models_of, setting_of
 from posttrainllm.adapters.loading.pair import Pair
 from posttrainllm.adapters.runtime import LOGGER
 from posttrainllm.kernel.config import Mode
@@ -94,8 +95,8 @@ def _measure(pair: Pair, shape: CostShape, mode: Mode, progress: Callable[[], No
     """Clock every step in turns, so that what else the machine does meets all of them alike."""
     engine = Engine(pair, rows=shape.rows, capacity=shape.capacity, width=shape.width)
     half = shape.capacity // 2  # the costs are fixed, and a row is about half as long as it gets, on the average
-    configs = {draft_k: engine.usual_config(mode, half, draft_k=draft_k) for draft_k in shape.draft_ks}
-    usual = attrs.evolve(engine.usual_config(mode, half), width=1)
+    configs = {draft_k: engine.compiled.usual_config(mode, half, draft_k=draft_k) for draft_k in shape.draft_ks}
+    usual = attrs.evolve(engine.compiled.usual_config(mode, half), width=1)
     runs: dict[int | None, Callable[[], None]] = {
         draft_k: partial(engine.rehearse, config) for draft_k, config in configs.items()
     }

@@ -10,7 +10,7 @@ from posttrainllm.adapters.adaptive import choices_up_to, curve_mode
 from posttrainllm.adapters.completion import Completion
 from posttrainllm.adapters.costs import CostShape, curve_on_file, curves_for
 from posttrainllm.adapters.draft_length import DraftLength
-from posttrainllm.adapters.engine import Engine, capacity_for
+from posttrainllm.adapters.engine import Engine
 from posttrainllm.adapters.loading.memory import Forecast
 from posttrainllm.adapters.loading.pair import Pair
 from posttrainllm.adapters.params import MAX_DRAFT_K, SamplingParams, check_width, is_int, is_text
@@ -18,6 +18,7 @@ from posttrainllm.adapters.payoff import Payoff, in_doubt, payoff
 from posttrainllm.adapters.request import request_of
 from posttrainllm.adapters.result import Chunk, Result
 from posttrainllm.adapters.rows import RowRequest, RowStep
+from posttrainllm.adapters.shapes import capacity_for
 from posttrainllm.kernel.errors import CapacityError, MemoryLimitError, UsageError
 
 __all__ = ["Generation", "Recorder"]

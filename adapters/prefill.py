@@ -5,18 +5,44 @@ from collections.abc import Callable, Sequence
 import mlx.core as mx
 import numpy as np
 
+from posttrainllm.adapters.checks import check_ids
 from posttrainllm.adapters.loading.module import Model
+from posttrainllm.adapters.loading.pair import Pair
 from posttrainllm.adapters.rows import RowRequest
+from posttrainllm.kernel.compiled import Prefill
+from posttrainllm.kernel.errors import CapacityError
 from posttrainllm.kernel.noise import root_key
-from posttrainllm.kernel.pure_step import Prefill
 from posttrainllm.kernel.state import DecodeState, KVCache
 
-__all__ = ["PromptPrefill", "prefill_chunk"]
+__all__ = ["PromptPrefill", "check_request", "prefill_chunk"]
 
 
 def prefill_chunk(device: str) -> int:
     """Tokens a prompt chunk: large ones keep a GPU busy, small ones waste less of a CPU on padding."""
     return 512 if device == "gpu" else 64
+
+
+def check_request(request: RowRequest, pair: Pair, capacity: int) -> None:
+    """Refuse a request that a row cannot hold.
+
+    Args:
+        request: the prompt and how to sample.
+        pair: the models.
+        capacity: C.
+
+    Raises:
+        CapacityError: an id, the prompt or the limit does not fit.
+    """
+    if not request.prompt:
+        raise CapacityError("prompt: got no token, expected 1 or more")
+    check_ids("prompt", request.prompt, pair.target.vocab_size)
+    check_ids("logit-bias", [index for index, _ in request.logit_bias], pair.vocab_size)
+    most = min(capacity - 1, pair.target.context)
+    if not len(request.prompt) < request.limit <= most:
+        raise CapacityError(
+            f"limit: got {request.limit} for a prompt of {len(request.prompt)} tokens, "
+            f"expected {len(request.prompt) + 1} to {most}"
+        )
 
 
 class PromptPrefill:

@@ -10,8 +10,8 @@ from posttrainllm.adapters.checks import check_ids
 from posttrainllm.adapters.engine import Engine
 from posttrainllm.adapters.logprobs import read_logprobs
 from posttrainllm.adapters.result import TokenLogprobs
+from posttrainllm.kernel.compiled import Score, compile_score
 from posttrainllm.kernel.errors import CapacityError, NonFiniteError
-from posttrainllm.kernel.pure_step import Score, compile_score
 
 __all__ = ["prompt_logprobs"]
 

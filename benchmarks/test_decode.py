@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from posttrainllm.adapters.engine import capacity_for
 from posttrainllm.adapters.loading.pair import Pair, load_pair
+from posttrainllm.adapters.shapes import capacity_for
 from posttrainllm.evals.accept_rate import HELD_OUT, read_prompts
 from posttrainllm.evals.bench.contenders import Contender, contenders_for, synchronize
 from posttrainllm.evals.bench.measure import references as references_of

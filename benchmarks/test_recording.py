@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from posttrainllm.adapters.engine import Engine, capacity_for
+from posttrainllm.adapters.engine import Engine
 from posttrainllm.adapters.loading.pair import Pair, load_pair
 from posttrainllm.adapters.replay.describe import fingerprints_of
 from posttrainllm.adapters.replay.reading import read_trace
 from posttrainllm.adapters.replay.writer import TraceWriter
 from posttrainllm.adapters.rows import RowRequest
+from posttrainllm.adapters.shapes import capacity_for
 from posttrainllm.evals.accept_rate import HELD_OUT, read_prompts
 
 _K = 4

@@ -80,7 +80,8 @@ def measure(
         UsageError: the pair has no draft.
         CapacityError: a prompt is empty, or does not fit the context.
     """
-    from posttrainllm.adapters.engine import Engine, capacity_for
+    from posttrainllm.adapters.engine import Engine
+    from posttrainllm.adapters.shapes import capacity_for
 
     if pair.draft is None:
         raise UsageError("got no draft model, expected one: nothing is proposed without it")

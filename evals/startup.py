@@ -79,8 +79,9 @@ def mark_phases() -> None:
 
     pair = unless_broken(pair, 4)
     mark("verdicts on file")
-    from posttrainllm.adapters.generation import Engine, capacity_for
+    from posttrainllm.adapters.engine import Engine
     from posttrainllm.adapters.rows import RowRequest
+    from posttrainllm.adapters.shapes import capacity_for
 
     mark("code that decodes, NumPy")
     ids = pair.tokenizer.encode(_PROMPT)

@@ -14,7 +14,7 @@ from posttrainllm.adapters import adaptive, batch
 from posttrainllm.adapters import engine as engine_module
 from posttrainllm.adapters.adaptive import Curve, Pace, choices_up_to, expected_ids, speed_ratio
 from posttrainllm.adapters.engine import Engine
-from posttrainllm.adapters.gate.cache import gate_key
+from posttrainllm.adapters.gate.key import gate_key
 from posttrainllm.adapters.gate.paths import PATHS
 from posttrainllm.adapters.gate.plan import plan
 from posttrainllm.adapters.gate.prompts import Prompt, read_prompts
@@ -25,10 +25,10 @@ from posttrainllm.adapters.replay.replayer import Replayer
 from posttrainllm.adapters.replay.verify import verify, view_step
 from posttrainllm.adapters.replay.writer import TraceWriter
 from posttrainllm.adapters.rows import RowRequest
+from posttrainllm.kernel.compiled import compile_catch_up, compile_step
 from posttrainllm.kernel.config import StepConfig
 from posttrainllm.kernel.draft import CATCH_UP_WIDTH, Draft
 from posttrainllm.kernel.errors import TraceError
-from posttrainllm.kernel.pure_step import compile_catch_up, compile_step
 
 WIDTH, COUNT = 5, 120
 PROMPTS = ((4, 5, 6, 7), (9,) * 30, (3,), tuple(range(100, 200)))
@@ -335,7 +335,7 @@ def test_the_drafts_cache_has_the_ids_that_steps_without_it_left_out(pair):
             draft_k = left.pop(0)
             return (draft_k, draft_k), ((count if len(left) == 3 else 0),) * 2
 
-        engine._pacer.decide = decide
+        engine.occupancy.pacer.decide = decide
         for row, prompt in enumerate(((7,), PROMPTS[1])):
             engine.insert(row, request_of(prompt))
         for index in range(gap + 3):

@@ -22,10 +22,10 @@ from posttrainllm.adapters.replay.writer import TraceWriter, record
 from posttrainllm.adapters.rows import RowRequest, sampling_of
 from posttrainllm.kernel import adjust as adjust_module
 from posttrainllm.kernel.adjust import adjust, history_of
+from posttrainllm.kernel.compiled import compile_step
 from posttrainllm.kernel.config import StepConfig
 from posttrainllm.kernel.draft import Draft
 from posttrainllm.kernel.errors import CapacityError, TraceError, UsageError
-from posttrainllm.kernel.pure_step import compile_step
 
 IDS = ([3], [4, 5, 6, 7], [8, 9] * 40, [10, 11, 12])
 COUNT = 40

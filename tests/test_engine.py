@@ -4,8 +4,9 @@ import pytest
 from support import decode, tiny_pair, without_draft
 
 from posttrainllm.adapters import engine as engine_module
-from posttrainllm.adapters.engine import Engine, capacity_for
+from posttrainllm.adapters.engine import Engine
 from posttrainllm.adapters.rows import RowRequest
+from posttrainllm.adapters.shapes import capacity_for
 from posttrainllm.kernel.errors import CapacityError, UsageError
 
 PROMPT = [4, 5, 6, 7]

@@ -1,6 +1,8 @@
 """The gate's parts: prompts, verdicts, the law's statistic, the cache, the command, and what `sample` makes of it."""
 
+import inspect
 import json
+import re
 import subprocess
 import sys
 import unicodedata
@@ -11,11 +13,15 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from posttrainllm.adapters import compiled as compiled_module
+from posttrainllm.adapters import engine as engine_module
 from posttrainllm.adapters.cli import cli
 from posttrainllm.adapters.gate import cache, kl
 from posttrainllm.adapters.gate import command as command_module
+from posttrainllm.adapters.gate import key as key_module
 from posttrainllm.adapters.gate import plan as plan_module
 from posttrainllm.adapters.gate.findings import Divergence, Findings, GateResult, Law, PathResult, Probe
+from posttrainllm.adapters.gate.key import gate_key
 from posttrainllm.adapters.gate.paths import PATHS
 from posttrainllm.adapters.gate.plan import plan
 from posttrainllm.adapters.gate.prompts import Prompt, prompts_hash, read_prompts
@@ -364,9 +370,7 @@ def test_a_cache_that_cannot_be_written_costs_a_warning(pair_options, tmp_path, 
 
 def test_everything_that_bits_depend_on_is_in_the_key(embedded_pair, monkeypatch):
     def key(pair=embedded_pair, prompts=5, draft_k=4, max_tokens=8):
-        return cache.gate_key(
-            pair, plan(pair, read_prompts(None, prompts), draft_k=draft_k, max_tokens=max_tokens, cut=True)
-        )
+        return gate_key(pair, plan(pair, read_prompts(None, prompts), draft_k=draft_k, max_tokens=max_tokens, cut=True))
 
     def target(**changes):
         return attrs.evolve(embedded_pair, target=attrs.evolve(embedded_pair.target, **changes))
@@ -394,6 +398,18 @@ def test_everything_that_bits_depend_on_is_in_the_key(embedded_pair, monkeypatch
     assert len(names) == 1 + len(others)
     assert json.loads(json.dumps(key())) == key()
     assert {"target", "draft", "adapter", "tokenizer", "kv_dtype", "rows", "capacity", "prompts"} <= key().keys()
+
+
+def test_a_change_to_any_source_that_the_engine_steps_with_changes_the_key(monkeypatch):
+    read = []
+    monkeypatch.setattr(key_module.Path, "read_bytes", lambda path: read.append(path) or b"")
+    key_module._source_hash.__wrapped__()
+    hashed = {".".join((path.parent.name, path.stem)) for path in read}
+    text = inspect.getsource(engine_module) + inspect.getsource(compiled_module)
+    names = re.findall(r"^from posttrainllm\.([\w.]+) import", text, flags=re.MULTILINE)
+    needed = {".".join(name.split(".")[-2:]) for name in names} | {"adapters.engine"}
+    assert {"adapters.compiled", "adapters.shapes", "kernel.compiled", "loading.pair"} <= needed
+    assert needed <= hashed
 
 
 def test_the_hash_of_the_prompts_is_of_their_texts_in_order():
@@ -582,7 +598,7 @@ def test_chat_heeds_a_broken_verdict_too(pair_options, monkeypatch):
 
 
 def test_sample_heeds_a_broken_verdict_of_any_shape_and_prompts_for_the_same_models_alone(embedded_pair, own_cache):
-    key = cache.gate_key(embedded_pair, plan(embedded_pair, read_prompts(None, 2), draft_k=4, max_tokens=400, cut=True))
+    key = gate_key(embedded_pair, plan(embedded_pair, read_prompts(None, 2), draft_k=4, max_tokens=400, cut=True))
     assert cache.known_broken(embedded_pair, 4) is None
     assert cache.write_result(key, result_of("broken")) is None
     assert cache.known_broken(embedded_pair, 4) == "why"
@@ -597,7 +613,7 @@ def test_sample_heeds_a_broken_verdict_of_any_shape_and_prompts_for_the_same_mod
 
 
 def test_a_later_good_verdict_lifts_a_broken_one_where_it_covers_as_much(embedded_pair, own_cache):
-    key = cache.gate_key(embedded_pair, plan(embedded_pair, read_prompts(None, 2), draft_k=4, max_tokens=32, cut=True))
+    key = gate_key(embedded_pair, plan(embedded_pair, read_prompts(None, 2), draft_k=4, max_tokens=32, cut=True))
     cache.write_result(key, result_of("broken", prompts=4))
     cache.write_result({**key, "rows": 101, "max_tokens": 16}, result_of("identical", prompts=4))
     cache.write_result({**key, "rows": 102}, result_of("identical", prompts=3))
@@ -609,7 +625,7 @@ def test_a_later_good_verdict_lifts_a_broken_one_where_it_covers_as_much(embedde
 
 
 def test_sample_hashes_no_model_unless_a_broken_verdict_is_on_file(embedded_pair, monkeypatch):
-    key = cache.gate_key(embedded_pair, plan(embedded_pair, read_prompts(None, 2), draft_k=4, max_tokens=8, cut=True))
+    key = gate_key(embedded_pair, plan(embedded_pair, read_prompts(None, 2), draft_k=4, max_tokens=8, cut=True))
 
     def hashed(pair):
         raise AssertionError(f"{pair} was hashed")
@@ -671,7 +687,7 @@ def test_the_embedded_pair_passes_on_all_prompts(dtype):
     ],
 )
 def test_a_verdict_that_was_tampered_with_counts_as_absent(embedded_pair, own_cache, damage):
-    key = cache.gate_key(embedded_pair, plan(embedded_pair, read_prompts(None, 2), draft_k=4, max_tokens=8, cut=True))
+    key = gate_key(embedded_pair, plan(embedded_pair, read_prompts(None, 2), draft_k=4, max_tokens=8, cut=True))
     cache.write_result(key, result_of("broken"))
     (file,) = own_cache.glob("*.json")
     value = json.loads(file.read_text())

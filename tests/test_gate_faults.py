@@ -16,7 +16,7 @@ from posttrainllm.adapters.gate.paths import PATHS
 from posttrainllm.adapters.gate.plan import plan
 from posttrainllm.adapters.gate.prompts import Prompt, read_prompts
 from posttrainllm.adapters.gate.run import run_gate
-from posttrainllm.kernel import accept, draft, pure_step
+from posttrainllm.kernel import accept, compiled, draft, pure_step
 
 TEXTS = ("\u0103", "\u0104\u0105\u0106", "\u0110\u0111" * 20, "\u0130\u0120\u0140\u0150\u0160")
 PROMPTS = [Prompt(id=f"tiny-{number}", kind="letters", text=text) for number, text in enumerate(TEXTS)]
@@ -35,7 +35,7 @@ def plant(monkeypatch, function, old: str, new: str) -> None:
     assert source.count(old) == 1, f"{function.__name__}: {old!r} is not there once"
     namespace: dict = {}
     exec(source.replace(old, new), function.__globals__, namespace)  # the kernel's own source
-    for module in (pure_step, draft, accept):
+    for module in (pure_step, compiled, draft, accept):
         if vars(module).get(function.__name__) is function:
             monkeypatch.setattr(module, function.__name__, namespace[function.__name__])
 

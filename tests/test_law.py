@@ -10,9 +10,9 @@ import pytest
 from support import make_sampling, make_state, table_forward
 
 from posttrainllm.kernel import accept, draft, noise
+from posttrainllm.kernel.compiled import compile_step
 from posttrainllm.kernel.config import StepConfig
 from posttrainllm.kernel.draft import Draft
-from posttrainllm.kernel.pure_step import compile_step
 
 VOCAB, LENGTH, ROWS, ROUNDS = 8, 3, 6400, 8
 LIMIT = 5.5

@@ -7,14 +7,15 @@ import pytest
 from support import decode, fused_weights, make_sampling, make_state, tiny_config, tiny_module, tiny_pair
 
 from posttrainllm.adapters.adaptive import Curve
-from posttrainllm.adapters.engine import Engine, live_slots
+from posttrainllm.adapters.engine import Engine
 from posttrainllm.adapters.loading.cpu_llama import cpu_llama_forward
 from posttrainllm.adapters.loading.variants import model_from_weights
 from posttrainllm.adapters.rows import RowRequest, needed_rules
+from posttrainllm.adapters.shapes import live_slots
+from posttrainllm.kernel.compiled import compile_forward, compile_step
 from posttrainllm.kernel.config import StepConfig
 from posttrainllm.kernel.draft import Draft
 from posttrainllm.kernel.forward import BoundedForward
-from posttrainllm.kernel.pure_step import compile_forward, compile_step
 
 DEAR = Curve(draft_ks=(0, 1, 2, 4), seconds=(1.0, 5.0, 6.0, 9.0), plain_seconds=1.0)  # tried again and again, no more
 

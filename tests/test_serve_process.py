@@ -17,6 +17,7 @@ from test_gate import result_of
 from posttrainllm.adapters.draft_length import DraftLength
 from posttrainllm.adapters.facade import generate
 from posttrainllm.adapters.gate import cache
+from posttrainllm.adapters.gate.key import gate_key
 from posttrainllm.adapters.gate.plan import plan
 from posttrainllm.adapters.gate.prompts import read_prompts
 from posttrainllm.adapters.serve import lifecycle
@@ -108,7 +109,7 @@ def test_a_broken_verdict_is_said_once_and_in_every_answer_and_decodes_plainly_a
     """Speculation is off and nobody can tell."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     planned = plan(embedded_pair, read_prompts(None, 2), draft_k=4, max_tokens=32, cut=True)
-    assert cache.write_result(cache.gate_key(embedded_pair, planned), result_of("broken")) is None
+    assert cache.write_result(gate_key(embedded_pair, planned), result_of("broken")) is None
     with ServerProcess(tmp_path, *CONTEXT) as server:
         answer = server.post(COMPLETIONS, PLAIN).json()
         (card,) = server.get("/v1/models").json()["data"]

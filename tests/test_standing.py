@@ -9,6 +9,7 @@ import pytest
 
 from posttrainllm.adapters.engine import Engine
 from posttrainllm.adapters.gate import cache, heed, run, scoring, standing
+from posttrainllm.adapters.gate.key import gate_key
 from posttrainllm.adapters.gate.paths import Shape
 from posttrainllm.adapters.gate.plan import plan
 from posttrainllm.adapters.gate.prompts import read_prompts
@@ -66,7 +67,7 @@ def planned(pair, extent, shape=SHAPE, **changes):
 def keep(pair, result, extent=FULL, verdict="identical", shape=SHAPE, **changes):
     """Put a verdict on file, for a run that differs in some ways."""
     paths = tuple(attrs.evolve(path, verdict=verdict, reason="at a place") for path in result.paths)
-    key = cache.gate_key(pair, planned(pair, extent, shape, **changes))
+    key = gate_key(pair, planned(pair, extent, shape, **changes))
     assert cache.write_result(key, attrs.evolve(result, verdict=verdict, paths=paths)) is None
 
 
@@ -154,7 +155,7 @@ def test_auto_runs_where_the_verdict_on_file_is_about_less_or_about_something_el
 def test_a_broken_verdict_of_other_shapes_is_no_good_one(pair, passed):
     """Lifted by a good one over other prompts, it would else be taken for one over these."""
     keep(pair, passed, verdict="broken", shape=Shape(rows=1, capacity=256, draft_k=2))
-    assert not cache.good_in_other_shapes(cache.gate_key(pair, planned(pair, FULL)))
+    assert not cache.good_in_other_shapes(gate_key(pair, planned(pair, FULL)))
 
 
 def test_full_and_strict_run_everything_now_unless_it_is_on_file(pair, own_cache, monkeypatch):

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from support import decode, make_sampling, make_state, table_forward, tiny_pair, without_draft
 
+from posttrainllm.kernel.compiled import compile_step
 from posttrainllm.kernel.config import StepConfig
 from posttrainllm.kernel.draft import Draft
-from posttrainllm.kernel.pure_step import compile_step
 from posttrainllm.kernel.state import DecodeState
 
 VOCAB = 16

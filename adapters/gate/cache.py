@@ -1,77 +1,38 @@
 """Verdicts that were reached before, one file each under the user's cache directory.
 
-A verdict holds for its key: everything that bits may depend on. Writes are atomic; a file that cannot be read, or is
-not what its name says, counts as absent and is written again.
+A verdict holds for its key, which `key.py` makes. Writes are atomic; a file that cannot be read, or is not what its
+name says, counts as absent and is written again.
 """
 
-import functools
 import hashlib
 import json
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
-
-import attrs
+from typing import Any
 
 from posttrainllm.adapters.gate.findings import GateResult
-from posttrainllm.adapters.gate.prompts import prompts_hash
+from posttrainllm.adapters.gate.key import models_of, setting_of
 from posttrainllm.adapters.loading.pair import Pair
-from posttrainllm.adapters.replay.describe import fingerprints_of
 from posttrainllm.adapters.user_cache import user_cache
 from posttrainllm.kernel.errors import LoadError
 
-if TYPE_CHECKING:  # `sample` reads a verdict and needs nothing that runs
-    from posttrainllm.adapters.gate.plan import Plan
-
 __all__ = [
     "cache_folder",
-    "gate_key",
     "good_in_other_shapes",
     "known_broken",
-    "models_of",
     "read_result",
-    "setting_of",
     "trace_file",
     "write_result",
     "write_whole",
 ]
 
 _FORMAT = 2
-_FINGERPRINTS: WeakKeyDictionary[Pair, dict[str, str]] = WeakKeyDictionary()  # hashing gigabytes takes seconds
 
 
 def cache_folder() -> Path | None:
     """Where verdicts are kept; None where the user has no home."""
     return user_cache("gate")
-
-
-def gate_key(pair: Pair, planned: "Plan") -> dict[str, Any]:
-    """Everything that a verdict depends on.
-
-    Args:
-        pair: loaded from directories that are still there.
-        planned: what is run.
-
-    Returns:
-        Plain values, for JSON.
-
-    Raises:
-        CheckpointError: a directory is gone or cannot be read.
-    """
-    curves = planned.shape.curves
-    costs = {} if curves is None else {mode: attrs.asdict(curve) for mode, curve in curves.items()}
-    return {
-        **models_of(pair),
-        **setting_of(pair, planned.shape.draft_k),
-        **({"auto": json.loads(json.dumps(costs))} if costs else {}),
-        "rows": planned.shape.rows,
-        "capacity": planned.shape.capacity,
-        "prompts": prompts_hash(planned.prompts),
-        "max_tokens": planned.max_tokens,
-        "drawn": len(planned.drawn),
-    }
 
 
 def read_result(key: dict[str, Any]) -> GateResult | None:
@@ -198,68 +159,6 @@ def _kept() -> list[tuple[dict[str, Any], GateResult]]:
 
 def _agrees(key: dict[str, Any], values: dict[str, Any]) -> bool:
     return all(key.get(name) == value for name, value in values.items())
-
-
-def models_of(pair: Pair) -> dict[str, str | None]:
-    """Fingerprints of the models; they are hashed once a pair.
-
-    Args:
-        pair: with a draft, loaded from directories that are still there.
-
-    Returns:
-        Plain values, for a key.
-
-    Raises:
-        CheckpointError: a directory is gone or cannot be read.
-    """
-    assert pair.draft is not None, "plan() refuses a pair without a draft"
-    if pair not in _FINGERPRINTS:
-        _FINGERPRINTS[pair] = fingerprints_of(pair)
-    return {**_FINGERPRINTS[pair], "adapter": None}  # none can be loaded yet
-
-
-def setting_of(pair: Pair, draft_k: int) -> dict[str, Any]:
-    """What speculative output of a pair depends on beside the models, the shapes and the prompts.
-
-    Args:
-        pair: with a draft.
-        draft_k: K.
-
-    Returns:
-        Plain values, for a key.
-    """
-    assert pair.draft is not None
-    models = {"target": pair.target, "draft": pair.draft}
-    return {
-        "draft_k": draft_k,
-        "dtype": {role: model.dtype for role, model in models.items()},
-        "kv_dtype": {role: str(model.kv_dtype) for role, model in models.items()},
-        "variant": {role: model.variant for role, model in models.items()},
-        "device": [pair.runtime.device, pair.runtime.device_name],
-        "versions": pair.runtime.versions,
-        "blas": pair.runtime.blas,
-        "compiled": pair.runtime.compiled,
-        "source": _source_hash(),
-    }
-
-
-@functools.cache  # what runs is what was imported: a server may outlive its files
-def _source_hash() -> str:
-    """Hash of the sources of the step and of the gate itself: a working copy changes between releases."""
-    import posttrainllm.adapters
-    import posttrainllm.kernel
-
-    digest = hashlib.sha256()
-    kernel, adapters = (Path(str(package.__file__)).parent for package in (posttrainllm.kernel, posttrainllm.adapters))
-    folders = (kernel, adapters / "loading", adapters / "gate")
-    written = (".py", ".c", ".cu", ".h")
-    files = [file for folder in folders for file in sorted(folder.glob("*")) if file.suffix in written]
-    for file in [
-        *files,
-        *(adapters / f"{name}.py" for name in ("adaptive", "batch", "engine", "prefill", "rows", "runtime")),
-    ]:
-        digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
-    return digest.hexdigest()[:16]
 
 
 def _name(key: dict[str, Any]) -> str:

@@ -97,8 +97,9 @@ def checked(
 
     with _progress_bar() as advance:
         pair = load_pair(model, draft_model, dtype=dtype, forward=forward)
-        from posttrainllm.adapters.gate.cache import gate_key, read_result, trace_file, write_result
+        from posttrainllm.adapters.gate.cache import read_result, trace_file, write_result
         from posttrainllm.adapters.gate.forwards import compare_with_module
+        from posttrainllm.adapters.gate.key import gate_key
         from posttrainllm.adapters.gate.plan import plan
         from posttrainllm.adapters.gate.run import run_gate
 

@@ -5,12 +5,12 @@ from collections.abc import Mapping, Sequence
 import attrs
 
 from posttrainllm.adapters.adaptive import Curve
-from posttrainllm.adapters.engine import capacity_for
 from posttrainllm.adapters.gate.paths import Shape
 from posttrainllm.adapters.gate.probes import least_capacity
 from posttrainllm.adapters.gate.prompts import Prompt
 from posttrainllm.adapters.loading.pair import Pair
 from posttrainllm.adapters.rows import RowRequest
+from posttrainllm.adapters.shapes import capacity_for
 from posttrainllm.kernel.config import Mode
 from posttrainllm.kernel.errors import CapacityError, UsageError
 

@@ -7,8 +7,8 @@ import numpy as np
 import numpy.typing as npt
 
 from posttrainllm.adapters.loading.module import Model
+from posttrainllm.kernel.compiled import compile_forward
 from posttrainllm.kernel.forward import Forward
-from posttrainllm.kernel.pure_step import compile_forward
 from posttrainllm.kernel.state import KVCache
 
 __all__ = ["Ids", "Scorer"]

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import attrs
 
 from posttrainllm.adapters.gate.cache import (
-    gate_key,
     good_in_other_shapes,
     known_broken,
     read_result,
@@ -19,6 +18,7 @@ from posttrainllm.adapters.gate.cache import (
 )
 from posttrainllm.adapters.gate.findings import GateResult
 from posttrainllm.adapters.gate.heed import broken_reason
+from posttrainllm.adapters.gate.key import gate_key
 from posttrainllm.adapters.gate.prompts import read_prompts
 from posttrainllm.adapters.loading.pair import Pair
 from posttrainllm.kernel.errors import PosttrainllmError

@@ -11,9 +11,9 @@ from mlx.utils import tree_reduce
 from posttrainllm.adapters.loading.checkpoint import Checkpoint
 from posttrainllm.adapters.loading.llama_config import lifted_rope
 from posttrainllm.kernel.cache import CacheView
+from posttrainllm.kernel.compiled import compile_prefill
 from posttrainllm.kernel.errors import CheckpointError, UnsupportedModelError
 from posttrainllm.kernel.forward import Forward
-from posttrainllm.kernel.pure_step import compile_prefill
 from posttrainllm.kernel.state import KVCache
 
 if TYPE_CHECKING:  # a model that needs no mlx-lm does not load MLX's layers either

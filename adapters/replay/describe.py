@@ -61,7 +61,7 @@ def header_of(
     from posttrainllm.kernel.noise import root_key
 
     pair, runtime = engine.pair, engine.pair.runtime
-    config = engine.config_for(request.mode)
+    config = engine.compiled.config_for(request.mode)
     return Header(
         **{name: getattr(runtime, name) for name in ("versions", "device", "device_name", "blas", "compiled")},
         dtype={role: model.dtype for role, model in _models(pair).items()},

@@ -18,11 +18,11 @@ from posttrainllm.adapters.engine import Engine
 from posttrainllm.adapters.loading.pair import Pair
 from posttrainllm.adapters.replay.trace import StepRecord, Trace
 from posttrainllm.adapters.rows import RowPlace, RowRequest, RowStep, read_rows, sampling_of
+from posttrainllm.kernel.compiled import Refill, compile_refill
 from posttrainllm.kernel.config import StepConfig
 from posttrainllm.kernel.errors import TraceError
 from posttrainllm.kernel.explain import Explanation, explain_step
 from posttrainllm.kernel.noise import root_key
-from posttrainllm.kernel.pure_step import Refill, compile_refill
 from posttrainllm.kernel.state import DecodeState, Sampling
 
 __all__ = ["Replayer"]
@@ -111,7 +111,7 @@ class Replayer:
         sampling = self._sampling_of(record)
         # nothing may hold the old state while the new one is evaluated, or its buffers are copied
         state, self._state = self.state, None
-        self._state, output = self._engine.step_for(config)(state, sampling)
+        self._state, output = self._engine.compiled.step_for(config)(state, sampling)
         del state
         mx.eval(self._state.to_tree(), output.to_tree())
         draft_ks = [chosen] * self._header.rows
@@ -133,9 +133,9 @@ class Replayer:
         Returns:
             The fields of `Explanation` for this row, as numbers and lists.
         """
-        target, draft = self._engine.models
+        target, draft = self._engine.compiled.models
         windows = self._rows_of(window)
-        state = self._engine.caught_up(self.state, self._behind_of(record))
+        state = self._engine.compiled.caught_up(self.state, self._behind_of(record))
         explanation = explain_step(self._config(record), target, draft, state, self._sampling_of(record), windows)
         mx.eval([getattr(explanation, field.name) for field in attrs.fields(Explanation)])
         return {
@@ -155,7 +155,7 @@ class Replayer:
         )
 
     def _config(self, record: StepRecord) -> StepConfig:
-        config = self._engine.config_for(record.mode, adjusted=self._request.adjusted, draft_k=record.drawn)
+        config = self._engine.compiled.config_for(record.mode, adjusted=self._request.adjusted, draft_k=record.drawn)
         return attrs.evolve(config, narrow_draft=record.narrow_draft)
 
     def _new_pacer(self) -> Pacer | None:
@@ -171,7 +171,7 @@ class Replayer:
         chosen = record.draft_k if self._pacer is None else self._pacer.decide()[0][0]
         if self._pacer is not None:
             state, self._state = self.state, None
-            self._state = self._engine.caught_up(state, self._behind_of(record))
+            self._state = self._engine.compiled.caught_up(state, self._behind_of(record))
             del state
             self._behind = 0 if record.draft_k else self._behind + 1
         return chosen
@@ -207,7 +207,7 @@ class Replayer:
     def _refill_for(self, config: StepConfig) -> Refill:
         return self._pair.once(
             ("refill", config, self._compiled),
-            lambda: compile_refill(config, *self._engine.models, compiled=self._compiled),
+            lambda: compile_refill(config, *self._engine.compiled.models, compiled=self._compiled),
         )
 
     def _rows_of(self, ids: Sequence[int]) -> mx.array:

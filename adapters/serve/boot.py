@@ -12,7 +12,7 @@ import attrs
 from posttrainllm.adapters.adaptive import Curve, choices_up_to
 from posttrainllm.adapters.costs import CostShape, curves_for
 from posttrainllm.adapters.draft_length import DraftLength
-from posttrainllm.adapters.engine import Engine, capacity_for
+from posttrainllm.adapters.engine import Engine
 from posttrainllm.adapters.gate.heed import AGAIN
 from posttrainllm.adapters.gate.paths import Shape
 from posttrainllm.adapters.gate.standing import GateMode, Standing, boot_standing, full_standing
@@ -25,6 +25,7 @@ from posttrainllm.adapters.serve.admission import Admission
 from posttrainllm.adapters.serve.recordings import Recordings
 from posttrainllm.adapters.serve.scheduler import FullGate, Scheduler
 from posttrainllm.adapters.serve.settings import ServeSettings
+from posttrainllm.adapters.shapes import capacity_for
 from posttrainllm.kernel.config import Mode
 from posttrainllm.kernel.errors import GateError, UsageError
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import attrs
 import mlx.core as mx
 
-from posttrainllm.adapters.engine import draft_width
 from posttrainllm.adapters.loading.module import Model
 from posttrainllm.adapters.loading.pair import Pair
-from posttrainllm.kernel.pure_step import compile_forward
+from posttrainllm.adapters.shapes import draft_width
+from posttrainllm.kernel.compiled import compile_forward
 
 __all__ = ["Chain", "Costs", "forward_costs", "predicted_speedup"]
 

@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 import attrs
 import mlx.core as mx
 
-from posttrainllm.adapters.engine import Engine, draft_width
+from posttrainllm.adapters.engine import Engine
 from posttrainllm.adapters.loading.pair import Pair
 from posttrainllm.adapters.rows import RowRequest
+from posttrainllm.adapters.shapes import draft_width
 from posttrainllm.evals.bench.costs import Chain
 from posttrainllm.evals.bench.machine import CpuWatch
 from posttrainllm.kernel.forward import Forward
@@ -122,8 +123,8 @@ class _Steps:
 
     def __init__(self, pair: Pair, draft_k: int, capacity: int, length: int) -> None:
         engine = _engine(pair, draft_k, capacity, length)
-        self._step = engine.step_for(engine.usual_config("greedy", length + 3 * engine.width))
-        self._sampling = engine._sampling
+        self._step = engine.compiled.step_for(engine.compiled.usual_config("greedy", length + 3 * engine.width))
+        self._sampling = engine.occupancy.sampling
         self._state: DecodeState | None = engine.hand_over()
         self.chained()  # compiles
 

@@ -9,8 +9,8 @@ import attrs
 from rich.console import Console
 from rich.progress import Progress
 
-from posttrainllm.adapters.engine import capacity_for
 from posttrainllm.adapters.loading.pair import Pair
+from posttrainllm.adapters.shapes import capacity_for
 from posttrainllm.evals.bench.batch import measure_rows, measure_rules
 from posttrainllm.evals.bench.contenders import Contender, Ours
 from posttrainllm.evals.bench.costs import Costs, forward_costs

@@ -7,7 +7,6 @@ not what its name says, counts as absent and is written again.
 import functools
 import hashlib
 import json
-import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,7 @@ from posttrainllm.adapters.gate.findings import GateResult
 from posttrainllm.adapters.gate.prompts import prompts_hash
 from posttrainllm.adapters.loading.pair import Pair
 from posttrainllm.adapters.replay.describe import fingerprints_of
-from posttrainllm.adapters.user_cache import user_cache
+from posttrainllm.adapters.user_cache import user_cache, write_whole
 from posttrainllm.kernel.errors import LoadError
 
 if TYPE_CHECKING:  # `sample` reads a verdict and needs nothing that runs
@@ -35,7 +34,6 @@ __all__ = [
     "setting_of",
     "trace_file",
     "write_result",
-    "write_whole",
 ]
 
 _FORMAT = 2
@@ -96,27 +94,6 @@ def write_result(key: dict[str, Any], result: GateResult) -> str | None:
         return "there is no home directory"
     value = {"format": _FORMAT, "written_ns": time.time_ns(), "key": key, "result": result.to_dict()}
     return write_whole(folder / _name(key), json.dumps(value))
-
-
-def write_whole(file: Path, text: str) -> str | None:
-    """Write a file, whose folder is made where it is missing.
-
-    Args:
-        file: what others may read or write meanwhile: they see the old one or the new one, whole.
-        text: of it.
-
-    Returns:
-        None, or why it could not be written.
-    """
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=file.parent) as own:
-            draft = Path(own) / "result"
-            draft.write_text(text, encoding="utf-8")
-            draft.replace(file)
-    except OSError as error:
-        return f"{file.parent}: {error.strerror or error}"
-    return None
 
 
 def trace_file(key: dict[str, Any]) -> Path | None:

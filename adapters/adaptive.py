@@ -43,8 +43,9 @@ class Pace:
     """One row's history as far as it decides: a value, moved on by its methods."""
 
     stood: float = _PRIOR_RATE * _PRIOR_WEIGHT
+    """Proposals that stood, older ones counting less."""
     judged: float = _PRIOR_WEIGHT
-    """Proposals that stood, and all that were held against the target, older ones counting less."""
+    """All that were held against the target, likewise."""
     wait: int = _FIRST_WAIT
     """Plain steps in a row after which the draft is tried again."""
     plain: int = 0
@@ -54,6 +55,7 @@ class Pace:
     read: tuple[tuple[int, int, int], ...] = ()
     """Of steps read and not counted yet: K, proposed, accepted."""
     counted: int = 0
+    """Steps that `stood` and `judged` are of."""
 
     @property
     def rate(self) -> float:
@@ -162,7 +164,14 @@ class Pacer:
         return tuple(lengths), tuple(behind)
 
     def read(self, row: int, draft_k: int, *, proposed: int, accepted: int) -> None:
-        """A step of a row was read; see `Pace.after`."""
+        """A step of a row was read, in the order of the steps.
+
+        Args:
+            row: 0 <= row < B.
+            draft_k: what was decided for it.
+            proposed: proposals that could have been emitted.
+            accepted: those that were.
+        """
         self._paces[row] = self._paces[row].after(draft_k, proposed=proposed, accepted=accepted)
 
 
@@ -172,7 +181,14 @@ def curve_mode(mode: Mode) -> Mode:
 
 
 def choices_up_to(most: int) -> tuple[int, ...]:
-    """The K that are compiled: 0, the powers of two, and the largest."""
+    """The K that are compiled.
+
+    Args:
+        most: the largest, 1 or more.
+
+    Returns:
+        0, the powers of two below the largest, and the largest; rising.
+    """
     return (0, *(2**power for power in range(most.bit_length()) if 2**power < most), most)
 
 

@@ -16,18 +16,19 @@ import attrs
 
 from posttrainllm.adapters.adaptive import Curve, curve_mode
 from posttrainllm.adapters.engine import Engine
-from posttrainllm.adapters.gate.cache import cache_folder, write_whole
 from posttrainllm.adapters.gate.key import models_of, setting_of
 from posttrainllm.adapters.loading.pair import Pair
 from posttrainllm.adapters.runtime import LOGGER
+from posttrainllm.adapters.user_cache import user_cache, write_whole
 from posttrainllm.kernel.config import Mode
 from posttrainllm.kernel.errors import LoadError
 
 __all__ = ["CostShape", "curve_on_file", "curves_for"]
 
 _FORMAT = 1
-_ROUNDS, _LEAST_ROUNDS, _BUDGET_S = 15, 3, 1.0
-_DIGITS = 4
+_ROUNDS = 15  # of each step: the shortest of so many is hardly touched by what else the machine does
+_LEAST_ROUNDS, _BUDGET_S = 3, 1.0  # large models are clocked less often: somebody waits for it
+_DIGITS = 4  # no clock is better, and a trace and a key of the gate hold these numbers
 
 
 @attrs.frozen(kw_only=True)
@@ -68,7 +69,16 @@ def curves_for(
 
 
 def curve_on_file(pair: Pair, shape: CostShape, mode: Mode) -> Curve | None:
-    """The costs where nothing has to be measured for them; None where they are not known."""
+    """The costs where nothing has to be measured for them.
+
+    Args:
+        pair: with a draft.
+        shape: of the engine.
+        mode: of a request.
+
+    Returns:
+        Those of this process, else those on file; None where they are not known.
+    """
     mode = curve_mode(mode)
     if ("curve", shape, mode) in pair.compiled:
         return curves_for(pair, shape, [mode])[mode]
@@ -135,9 +145,9 @@ def _key(pair: Pair, shape: CostShape, mode: Mode) -> dict[str, Any] | None:
 
 
 def _file(key: dict[str, Any]) -> Path | None:
-    folder = cache_folder()
+    folder = user_cache("costs")
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32] + ".json"
-    return None if folder is None else folder.parent / "costs" / name
+    return None if folder is None else folder / name
 
 
 def _read(key: dict[str, Any]) -> Curve | None:

@@ -1,6 +1,5 @@
 """What `--draft-k` says: a number, or `auto`."""
 
-import re
 from typing import Any
 
 import attrs
@@ -37,13 +36,16 @@ class DraftLength:
         """
         if isinstance(value, cls):
             return value
-        text = str(int(value)) if is_int(value) else value
-        found = re.fullmatch(r"(auto)?(?:(?(1):)(-?[0-9]{1,9}))?", text) if isinstance(text, str) else None
-        most = None if found is None or found[2] is None else int(found[2])
-        if found is None or (found[1] is None and most is None) or not (most is None or 1 <= most <= MAX_DRAFT_K):
-            got = most if found is not None and found[1] is None and most is not None else value
+        text = value if isinstance(value, str) else str(int(value)) if is_int(value) else ""
+        if text == "auto":
+            return cls(most=None, auto=True)
+        word, _, count = text.partition(":")
+        auto = word == "auto"
+        most = _number(count if auto else text)
+        if most is None or not 1 <= most <= MAX_DRAFT_K:
+            got = value if auto or most is None else most
             raise UsageError(f"--draft-k: got {got!r}, expected 1 to {MAX_DRAFT_K}, auto or auto:N")
-        return cls(most=most, auto=found[1] is not None)
+        return cls(most=most, auto=auto)
 
     def on(self, device: str) -> int:
         """K, or the most that may be chosen, on a device.
@@ -55,3 +57,9 @@ class DraftLength:
             1 to 32: the window is one wider.
         """
         return _MOST[device] if self.most is None else self.most
+
+
+def _number(text: str) -> int | None:
+    """A whole number in digits and nothing else; None for another text."""
+    digits = text.removeprefix("-")
+    return int(text) if digits.isascii() and digits.isdecimal() and len(digits) < 10 else None

@@ -143,17 +143,13 @@ class Generation:
         if self.pair.draft is None or not (self._auto or in_doubt(self._steps, self._tokens)):
             return None
         mode = self._request.mode
-        if self._auto or measure:
+        curve = curve_on_file(self.pair, self._shape, mode)  # under auto they are those of this process
+        if curve is None and measure:
             try:
                 curve = curves_for(self.pair, self._shape, [mode])[curve_mode(mode)]
             except MemoryLimitError:
                 return None
-        else:
-            found = curve_on_file(self.pair, self._shape, mode)
-            if found is None:
-                return None
-            curve = found
-        return payoff(curve, self._steps, self._tokens, auto=self._auto)
+        return None if curve is None else payoff(curve, self._steps, self._tokens, auto=self._auto)
 
     def _described(self) -> dict[str, Any]:
         """What a result says of the lengths that were chosen, and of a draft that does not pay."""

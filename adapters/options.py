@@ -74,17 +74,13 @@ def model_options(*, envvar: str | None = None) -> Callable[[_Command], _Command
     )
 
 
-def _parse_length(text: str) -> DraftLength:
-    return DraftLength.parse(text)
-
-
 def draft_options() -> Callable[[_Command], _Command]:
     """--no-draft and --draft-k."""
     return _together(
         click.option("--no-draft", is_flag=True, help="Decode plainly, without a draft."),
         click.option(
             "--draft-k",
-            type=_parse_length,
+            type=DraftLength.parse,
             default="4",
             show_default=True,
             metavar="K",

@@ -1,9 +1,10 @@
 """Where files are kept that a later run can use again."""
 
 import os
+import tempfile
 from pathlib import Path
 
-__all__ = ["user_cache"]
+__all__ = ["user_cache", "write_whole"]
 
 
 def user_cache(name: str) -> Path | None:
@@ -20,3 +21,24 @@ def user_cache(name: str) -> Path | None:
     except RuntimeError:
         return None
     return Path(root) / "posttrainllm" / name
+
+
+def write_whole(file: Path, content: str | bytes) -> str | None:
+    """Write a file, whose folder is made where it is missing.
+
+    Args:
+        file: what others may read or write meanwhile: they see the old one or the new one, whole.
+        content: of it; text is written as UTF-8.
+
+    Returns:
+        None, or why it could not be written.
+    """
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=file.parent) as own:
+            draft = Path(own) / "result"
+            draft.write_bytes(content.encode() if isinstance(content, str) else content)
+            draft.replace(file)
+    except OSError as error:
+        return f"{file.parent}: {error.strerror or error}"
+    return None

@@ -22,7 +22,8 @@ from posttrainllm.adapters.batch import decode
 from posttrainllm.adapters.loading.pair import DTYPES, FORWARDS, Pair, load_pair
 from posttrainllm.adapters.params import MAX_DRAFT_K, is_text
 from posttrainllm.evals.counting import acceptance, count_equal, generated, repeated_share
-from posttrainllm.kernel.errors import CapacityError, PosttrainllmError, UsageError
+from posttrainllm.evals.entry import run_command
+from posttrainllm.kernel.errors import CapacityError, UsageError
 
 if TYPE_CHECKING:  # it imports MLX, and the BLAS must come first
     from posttrainllm.adapters.rows import RowRequest, RowStep
@@ -199,8 +200,4 @@ def command(
 
 
 if __name__ == "__main__":
-    try:
-        command()
-    except PosttrainllmError as error:
-        click.echo(f"error: {error}", err=True)
-        sys.exit(2 if isinstance(error, UsageError) else 1)
+    run_command(command)

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from posttrainllm.adapters.facade import load
 from posttrainllm.adapters.loading.pair import Pair
-from posttrainllm.kernel.errors import PosttrainllmError
+from posttrainllm.evals.entry import run_command
 
 __all__ = ["main"]
 
@@ -78,7 +78,4 @@ def main(prompt: str, max_tokens: int, draft_k: int) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except PosttrainllmError as error:
-        sys.exit(f"error: {error}")
+    run_command(main)

@@ -25,6 +25,7 @@ from posttrainllm.evals.bench.asking import Asker
 from posttrainllm.evals.bench.machine import cpu_count
 from posttrainllm.evals.bench.server import running_server
 from posttrainllm.evals.bench.serving import Contender, format_serving, measure_serving, summarize_serving
+from posttrainllm.evals.entry import run_command
 from posttrainllm.evals.throughput import choose_prompts
 from posttrainllm.kernel.errors import PosttrainllmError, UsageError
 
@@ -187,8 +188,4 @@ def _setting_line(result: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    try:
-        command()
-    except PosttrainllmError as error:
-        click.echo(f"error: {error}", err=True)
-        sys.exit(2 if isinstance(error, UsageError) else 1)
+    run_command(command)

@@ -13,7 +13,7 @@ import click
 
 from posttrainllm.adapters.gate.command import FAILED, checked
 from posttrainllm.adapters.loading.pair import DTYPES
-from posttrainllm.kernel.errors import PosttrainllmError, UsageError
+from posttrainllm.evals.entry import run_command
 
 __all__ = ["command"]
 
@@ -57,8 +57,4 @@ def _gate_command(options: dict[str, Any], dtype: str) -> str:
 
 
 if __name__ == "__main__":
-    try:
-        command()
-    except PosttrainllmError as error:
-        click.echo(f"error: {error}", err=True)
-        sys.exit(2 if isinstance(error, UsageError) else 1)
+    run_command(command)

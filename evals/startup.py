@@ -13,41 +13,14 @@ from collections.abc import Callable
 
 import click
 
-__all__ = ["command", "first_text_s", "mark_phases"]
+from posttrainllm.evals.bench.start_up import first_output
+from posttrainllm.evals.entry import run_command
+
+__all__ = ["command", "mark_phases"]
 
 _PROMPT = "def add(a, b):"
 _SAMPLE = ("-m", "posttrainllm", "sample", "--prompt", _PROMPT, "--max-tokens", "8", "--quiet")
-_MLX_LM_HEADER = b"==========\n"  # what mlx-lm prints in front of its text
-
-
-def first_text_s(command: list[str], *, behind: bytes = b"") -> float:
-    """Seconds from starting a process to the first byte of its text.
-
-    Args:
-        command: what is run.
-        behind: what it prints before the text.
-
-    Returns:
-        The time; the process has ended by then.
-
-    Raises:
-        click.ClickException: it printed no text, or failed.
-    """
-    started = time.monotonic()
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        seen = b""
-        while not seen or behind not in seen[:-1]:
-            byte = process.stdout.read(1)
-            if not byte:
-                raise click.ClickException(f"no text from {' '.join(command)}: {process.stderr.read().decode()[-300:]}")
-            seen += byte
-        seconds = time.monotonic() - started
-        process.communicate()
-    if process.returncode:
-        raise click.ClickException(f"{' '.join(command)}: exit status {process.returncode}")
-    return seconds
+_MLX_LM_HEADER = b"=\n"  # mlx-lm draws a line in front of its text
 
 
 def mark_phases() -> None:
@@ -107,16 +80,16 @@ def _phases() -> list[tuple[str, float]]:
 
 def _rows(*, mlx_lm: bool) -> dict[str, Callable[[], float]]:
     rows = {
-        "posttrainllm sample": lambda: first_text_s([sys.executable, *_SAMPLE]),
-        "posttrainllm sample --forward module": lambda: first_text_s([sys.executable, *_SAMPLE, "--forward", "module"]),
+        "posttrainllm sample": lambda: first_output([sys.executable, *_SAMPLE]),
+        "posttrainllm sample --forward module": lambda: first_output([sys.executable, *_SAMPLE, "--forward", "module"]),
     }
     if mlx_lm:
         from posttrainllm.adapters.loading.pair import embedded_path
 
         model = ["-m", "mlx_lm", "generate", "--model", str(embedded_path("target-16m")), "--prompt", _PROMPT]
         options = ["--max-tokens", "8", "--ignore-chat-template"]
-        rows["mlx_lm.generate, the target alone"] = lambda: first_text_s(
-            [sys.executable, *model, *options], behind=_MLX_LM_HEADER
+        rows["mlx_lm.generate, the target alone"] = lambda: first_output(
+            [sys.executable, *model, *options], ignore=_MLX_LM_HEADER
         )
     return rows
 
@@ -144,4 +117,4 @@ def command(*, runs: int, no_mlx_lm: bool) -> None:
 
 
 if __name__ == "__main__":
-    command()
+    run_command(command)

@@ -8,7 +8,6 @@ the step over those in use where its forwards can.
 
 import contextlib
 import json
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +18,8 @@ from posttrainllm.adapters.loading.pair import Pair, load_pair
 from posttrainllm.adapters.options import check_draft_k, model_options
 from posttrainllm.evals.bench.machine import cpu_count
 from posttrainllm.evals.bench.shapes import SHAPES, shapes_on_disk
-from posttrainllm.kernel.errors import PosttrainllmError, UsageError
+from posttrainllm.evals.entry import run_command
+from posttrainllm.kernel.errors import UsageError
 
 __all__ = ["command", "format_costs", "step_costs"]
 
@@ -186,8 +186,4 @@ def command(
 
 
 if __name__ == "__main__":
-    try:
-        command()
-    except PosttrainllmError as error:
-        click.echo(f"error: {error}", err=True)
-        sys.exit(2 if isinstance(error, UsageError) else 1)
+    run_command(command)

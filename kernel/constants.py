@@ -1,6 +1,7 @@
 """Constants of a trace, made on the host."""
 
 import mlx.core as mx
+import numpy as np
 
 __all__ = ["indices"]
 
@@ -14,4 +15,4 @@ def indices(count: int) -> mx.array:
     Returns:
         int32 [count].
     """
-    return mx.array(list(range(count)), dtype=mx.int32)
+    return mx.array(np.arange(count, dtype=np.int32))

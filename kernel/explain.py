@@ -10,6 +10,7 @@ import mlx.core as mx
 from posttrainllm.kernel import accept, noise
 from posttrainllm.kernel.adjust import adjust, history_of
 from posttrainllm.kernel.config import StepConfig
+from posttrainllm.kernel.constants import indices
 from posttrainllm.kernel.draft import Draft, propose
 from posttrainllm.kernel.forward import Forward
 from posttrainllm.kernel.sampling import choose, warp
@@ -78,7 +79,7 @@ def explain_step(
     warped = warp(adjust(logits, sampling, histories), sampling, mode=config.mode)
     gumbel = None
     if config.mode != "greedy":
-        positions = state.length[:, None] + mx.arange(count)  # [B, N]
+        positions = state.length[:, None] + indices(count)  # [B, N]
         gumbel = noise.gumbel(noise.position_keys(state.key, positions, noise.TARGET), config.vocab_size)
     choice = choose(warped, sampling, gumbel)
     by_ratio = ~sampling.coupled & (sampling.temperature > 0)
@@ -100,7 +101,7 @@ def explain_step(
     proposals = window[:, 1:count]
     proposal = propose(config, draft, state, sampling, history, recorded=proposals)
     p, q = mx.softmax(warped, axis=-1)[:, :-1], mx.softmax(proposal.warped, axis=-1)  # [B, K, V] each
-    positions = state.length[:, None] + mx.arange(count - 1)  # [B, K]
+    positions = state.length[:, None] + indices(count - 1)  # [B, K]
     uniforms = noise.uniform(noise.position_keys(state.key, positions, noise.ACCEPT))
     by_choice = accept.coupled_accepts(proposals, choice)
     accepts = mx.where(by_ratio[:, None], accept.leviathan_accepts(proposals, p, q, uniforms), by_choice)

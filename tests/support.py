@@ -30,6 +30,18 @@ PROMPTS = (
     "x",
     "# Read the file and count how often every word occurs in it\nwith open(path) as stream:\n",
 )
+FAMILY_CONFIG = {  # what a family's own keys and a vocab_size are added to
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 512,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+}
 
 
 def tiny_config(*, layers: int = 2, vocab: int = 4096, context: int = 512, heads: int = 4, kv_heads: int = 2) -> dict:

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -17,6 +18,7 @@ from posttrainllm.evals.bench.check import problems
 from posttrainllm.evals.bench.child import ChildContender, running_child
 from posttrainllm.evals.bench.child_mlx_lm import mapped_blas
 from posttrainllm.evals.bench.contenders import MlxLm
+from posttrainllm.evals.bench.costs import Costs
 from posttrainllm.evals.bench.extras import extras_from
 from posttrainllm.evals.bench.floors import find_ratios, format_ratios, main_k
 from posttrainllm.evals.bench.measure import Round, outputs
@@ -54,6 +56,9 @@ def test_one_run_measures_all_of_it(done):
     assert [row["rule"] for row in value["sampled"]] == list(RULES)
     assert all(row["step_s"] > 0 for row in value["sampled"])
     assert value["simulated"]["accept_rate"] == 0.5
+    (name, facts), *more = value["others"].items()
+    assert (name, more) == ("mlx-lm installed, float32, plain", [])
+    assert blas_of_ours(facts["libraries"]) == []
     assert value["draft_model"].endswith("draft-toy")
     for one in value["ratios"]:
         assert one["value"] > 0
@@ -63,8 +68,6 @@ def test_one_run_measures_all_of_it(done):
 
 
 def test_shapes_leave_nothing_behind(done):
-    from pathlib import Path
-
     assert not Path(json.loads(done.stdout.splitlines()[-1])["model"]).exists()
 
 
@@ -186,6 +189,19 @@ def test_the_first_token_is_what_comes_behind_the_frame():
         first_output([sys.executable, "-c", "import sys; sys.exit('oops')"])
 
 
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("pass", "printed no token and ended with 0: nothing"),
+        ("print('==')", "printed no token and ended with 0"),
+        ("print('x', flush=True); raise SystemExit('oops')", "printed a token and ended with 1: oops"),
+    ],
+)
+def test_a_process_that_prints_nothing_or_fails_is_not_clocked(code, message):
+    with pytest.raises(PosttrainllmError, match=message):
+        first_output([sys.executable, "-c", code], ignore=b"=\n")
+
+
 def one(engine, k, speed):
     return Round(
         contender=f"{engine} {k}", engine=engine, draft_k=k, tokens_per_s=speed, steps=((k, k),), tokens=9, equal=True
@@ -214,6 +230,17 @@ def test_the_ratios_are_medians_within_a_prompt_and_the_better_of_two_dtypes_cou
         for line in format_ratios([*found.values()])
     )
     assert main_k([1, 2]) == 2
+
+
+def test_the_share_of_the_prediction_is_that_of_the_table():
+    """Against our own plain decoding, which the costs are of, and not the faster of two."""
+    engines = [("posttrainllm", 0), ("posttrainllm", 4), ("mlx-lm", 0)]
+    repeats = [[one(*engine, speed) for engine, speed in zip(engines, (100, 300, 150), strict=True)]]
+    rows = summarize(repeats, Costs(plain=1.0, verify={4: 1.0}, draft_first=0.0, draft_later=0.0))
+    result = {"device": "gpu", "draft_ks": [4], "rows": rows, "batch": None, "sampled": None, "start_up": None}
+    found = {entry["name"]: entry["value"] for entry in find_ratios(result, repeats)}
+    assert found["share of the predicted speed-up, K=4"] == rows[1]["reached"] == pytest.approx(3 / 5)
+    assert found["speculative, K=4 / faster plain"] == 2
 
 
 def test_a_steps_parts_add_up_and_the_limit_is_bytes_over_bandwidth():

@@ -92,7 +92,7 @@ def test_the_wheels_openblas_is_loaded_and_multiplies_right(choice, tmp_path):
     assert done.stdout.startswith("OpenBLAS ")
     assert "(wheel," in done.stdout
     assert done.stderr == ""
-    assert len(list((tmp_path / "posttrainllm").glob("cblas_shim-*.so"))) == 1
+    assert len(list((tmp_path / "posttrainllm" / "blas").glob("cblas_shim-*.so"))) == 1
 
 
 def test_it_can_be_switched_off():

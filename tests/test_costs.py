@@ -21,6 +21,7 @@ from posttrainllm.adapters.facade import generate
 from posttrainllm.adapters.loading.pair import embedded_path, load_pair
 from posttrainllm.adapters.payoff import in_doubt, payoff
 from posttrainllm.adapters.rows import RowStep
+from posttrainllm.adapters.serve import watch as watch_module
 from posttrainllm.adapters.serve.watch import Watch
 from posttrainllm.kernel.errors import MemoryLimitError, UsageError
 
@@ -282,6 +283,25 @@ def test_the_watch_says_once_that_a_fixed_length_does_not_pay(monkeypatch, caplo
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     assert "--draft-k auto" in caplog.text
     assert watched(engine, [step_of(5)] * 256, progress=lambda: None).pays is None  # nothing speaks against it
+
+
+def test_a_busy_server_looks_for_costs_on_file_once(monkeypatch):
+    """Every look hashes a key and opens a file, and a server in doubt takes one at every step."""
+    looked = []
+    monkeypatch.setattr(watch_module, "curve_on_file", lambda *a: looked.append(a))
+    monkeypatch.setattr(watch_module, "curves_for", lambda *a, **options: {"sampled": CURVE})
+    engine = Engine(tiny_pair(), capacity=256, width=5)
+    watch = watched(engine, [step_of(1)] * 256)
+    for _ in range(3):
+        watch.count("filtered", step_of(1))
+        watch.look(engine)
+    assert len(looked) == 1
+    assert watch.due
+    watch.look(engine, progress=lambda: None)  # measured
+    for _ in range(256):
+        watch.count("filtered", step_of(1))
+    watch.look(engine)
+    assert len(looked) == 2
 
 
 def test_the_watch_knows_what_auto_costs(caplog):

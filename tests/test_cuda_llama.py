@@ -13,7 +13,7 @@ from posttrainllm.adapters.loading.cuda_llama import cuda_llama_forward, one_buf
 from posttrainllm.adapters.loading.fused_llama import fused_llama_forward
 from posttrainllm.adapters.loading.llama import Linear, LlamaLayer, LlamaShape, LlamaWeights
 from posttrainllm.adapters.loading.nvrtc import Gpu, gpu
-from posttrainllm.adapters.runtime import start
+from posttrainllm.adapters.runtime import LOGGER, start
 from posttrainllm.kernel.errors import BackendError
 from posttrainllm.kernel.forward import Forward
 from posttrainllm.kernel.state import KVCache
@@ -122,7 +122,7 @@ def _prefilled(forward: Forward, weights: LlamaWeights, ids: mx.array, length: i
     return kv
 
 
-def test_one_buffer_holds_what_a_buffer_a_layer_holds() -> None:
+def test_one_buffer_holds_what_a_buffer_a_layer_holds():
     weights = _weights(dtype=mx.float32)
     shape, ids = weights.shape, _prompt(weights, 2, 20)
     each = tuple((mx.zeros((2, 2, 32, 64)), mx.zeros((2, 2, 32, 64))) for _ in range(shape.layers))
@@ -142,18 +142,18 @@ def test_one_buffer_holds_what_a_buffer_a_layer_holds() -> None:
         ({"hidden": 16384, "layers": 1, "mlp": 32, "vocab_size": 8}, "shared memory"),
     ],
 )
-def test_a_model_that_the_kernel_cannot_run_is_named(change: dict[str, object], reason: str) -> None:
+def test_sizes_and_types_are_named_as_what_the_kernel_cannot_run(change, reason):
     assert reason in str(unsupported(_weights(**change), _HOPPER))
 
 
-def test_the_kernel_wants_a_gpu_that_it_was_run_on() -> None:
+def test_the_kernel_wants_a_gpu_that_it_was_run_on():
     weights = _weights()
     assert unsupported(weights, _HOPPER) is None
     assert "compute capability 9" in str(unsupported(weights, None))
     assert "compute capability 9" in str(unsupported(weights, attrs.evolve(_HOPPER, major=8)))
 
 
-def test_quantised_normed_and_biased_products_are_left_to_the_plain_forward() -> None:
+def test_quantised_normed_and_biased_products_are_left_to_the_plain_forward():
     weights = _weights()
     first = weights.layers[0]
     packed = Linear(weight=first.qkv.weight, scales=first.qkv.weight)
@@ -168,9 +168,7 @@ def test_quantised_normed_and_biased_products_are_left_to_the_plain_forward() ->
         assert reason in str(unsupported(changed, _HOPPER))
 
 
-def test_without_a_compiler_the_next_forward_is_taken_with_one_warning(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_a_compiler_the_next_forward_is_taken_with_one_warning(monkeypatch, caplog):
     def refuse(*_: object) -> Forward:
         raise BackendError("CUDA kernels: got no libnvrtc, expected the one that mlx-cuda installs")
 
@@ -185,7 +183,18 @@ def test_without_a_compiler_the_next_forward_is_taken_with_one_warning(
     assert "got no libnvrtc" in caplog.text
 
 
-def test_rows_that_one_launch_cannot_hold_are_computed_in_several(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_takes_the_plain_forward_on_a_gpu_has_the_reason_in_the_debug_log(monkeypatch, caplog):
+    monkeypatch.setattr(variants, "gpu", lambda: _HOPPER)
+    monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(variants, "start", lambda: attrs.evolve(start(), device="gpu"))
+    with caplog.at_level(logging.DEBUG, logger=LOGGER.name):
+        model = variants.model_from_weights(_weights(head_size=32), name="m", dtype="bfloat16", context=64)
+    assert model.variant == "fused"
+    assert [record.levelno for record in caplog.records] == [logging.DEBUG]
+    assert "sizes 256, 480, 32" in caplog.text
+
+
+def test_rows_that_one_launch_cannot_hold_are_computed_in_several(monkeypatch):
     weights = _weights()
     plain, launches = plain_llama_forward(weights), []
 
@@ -216,7 +225,7 @@ def test_rows_that_one_launch_cannot_hold_are_computed_in_several(monkeypatch: p
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("head_size", [64, 128])
-def test_the_kernel_is_as_close_to_float32_as_plain_operations(dtype: mx.Dtype, bias: bool, head_size: int) -> None:
+def test_the_kernel_is_as_close_to_float32_as_plain_operations(dtype, bias, head_size):
     weights = _weights(dtype=dtype, bias=bias, head_size=head_size)
     exact = _cast(weights, mx.float32)
     ids, lengths = _prompt(weights, 3, 330), mx.array([320, 290, 2], dtype=mx.int32)
@@ -233,7 +242,7 @@ def test_the_kernel_is_as_close_to_float32_as_plain_operations(dtype: mx.Dtype, 
 
 
 @on_cuda
-def test_bits_of_a_token_rest_on_its_history_alone() -> None:
+def test_bits_of_a_token_rest_on_its_history_alone():
     weights = _weights(hidden=512, heads=8)
     forward, ids = cuda_llama_forward(weights, gpu(), None), _prompt(weights, 3, 700)
     lengths = mx.array([640, 255, 1], dtype=mx.int32)

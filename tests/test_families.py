@@ -11,25 +11,13 @@ from mlx import nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import _get_classes
-from support import decode, random_weights, save_tiny_llama, tiny_module, tiny_pair, without_draft
+from support import FAMILY_CONFIG, decode, random_weights, save_tiny_llama, tiny_module, tiny_pair, without_draft
 
 from posttrainllm.adapters.loading.module import model_from_module
 from posttrainllm.adapters.loading.pair import load_pair
 
 VOCAB = 512
-BASE = {
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "intermediate_size": 128,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "rms_norm_eps": 1e-5,
-    "vocab_size": VOCAB,
-    "max_position_embeddings": 512,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": True,
-}
+BASE = FAMILY_CONFIG | {"vocab_size": VOCAB}
 SLIDING = {"sliding_window": 32, "num_hidden_layers": 4}
 FAMILIES = {
     "llama": {"model_type": "llama"},

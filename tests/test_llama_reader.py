@@ -9,25 +9,13 @@ import pytest
 from mlx import nn
 from mlx.utils import tree_flatten
 from mlx_lm.utils import _get_classes
-from support import random_weights, save_tiny_llama
+from support import FAMILY_CONFIG, random_weights, save_tiny_llama
 
 from posttrainllm.adapters.loading.checkpoint import read_checkpoint
 from posttrainllm.adapters.loading.llama_reader import read_llama
 from posttrainllm.adapters.loading.module import load_module
 
-BASE = {
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "intermediate_size": 128,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "rms_norm_eps": 1e-5,
-    "vocab_size": 96,
-    "max_position_embeddings": 512,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": True,
-}
+BASE = FAMILY_CONFIG | {"vocab_size": 96}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}
 FAMILIES = {
     "llama": {"model_type": "llama"},

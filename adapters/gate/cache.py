@@ -6,7 +6,6 @@ name says, counts as absent and is written again.
 
 import hashlib
 import json
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 from posttrainllm.adapters.gate.findings import GateResult
 from posttrainllm.adapters.gate.key import models_of, setting_of
 from posttrainllm.adapters.loading.pair import Pair
-from posttrainllm.adapters.user_cache import user_cache
+from posttrainllm.adapters.user_cache import user_cache, write_whole
 from posttrainllm.kernel.errors import LoadError
 
 __all__ = [
@@ -24,7 +23,6 @@ __all__ = [
     "read_result",
     "trace_file",
     "write_result",
-    "write_whole",
 ]
 
 _FORMAT = 2
@@ -57,27 +55,6 @@ def write_result(key: dict[str, Any], result: GateResult) -> str | None:
         return "there is no home directory"
     value = {"format": _FORMAT, "written_ns": time.time_ns(), "key": key, "result": result.to_dict()}
     return write_whole(folder / _name(key), json.dumps(value))
-
-
-def write_whole(file: Path, text: str) -> str | None:
-    """Write a file, whose folder is made where it is missing.
-
-    Args:
-        file: what others may read or write meanwhile: they see the old one or the new one, whole.
-        text: of it.
-
-    Returns:
-        None, or why it could not be written.
-    """
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=file.parent) as own:
-            draft = Path(own) / "result"
-            draft.write_text(text, encoding="utf-8")
-            draft.replace(file)
-    except OSError as error:
-        return f"{file.parent}: {error.strerror or error}"
-    return None
 
 
 def trace_file(key: dict[str, Any]) -> Path | None:

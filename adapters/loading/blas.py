@@ -24,6 +24,7 @@ from pathlib import Path
 
 import attrs
 
+from posttrainllm.adapters.user_cache import user_cache
 from posttrainllm.kernel.errors import BackendError
 
 __all__ = ["ENVIRONMENT", "Blas", "compiler", "load_blas", "loaded_shim"]
@@ -122,6 +123,7 @@ def _from_system() -> str:
 
 def _load_behind_shim(name: str, prefix: str, source: str) -> str:
     """Load OpenBLAS for itself and the shim for all; the text names both."""
+    global _shim
     library = _dlopen(name, ctypes.DEFAULT_MODE)
     # read when OpenMP is loaded: threads that wait should sleep soon, or they take the CPUs from whoever they wait for
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
@@ -131,7 +133,6 @@ def _load_behind_shim(name: str, prefix: str, source: str) -> str:
     threads = getattr(library, f"{prefix}openblas_get_num_threads")()
     functions = [getattr(library, f"{prefix}{name}") for name in ("cblas_sgemm", "cblas_dgemm", "cblas_cgemm")]
     functions.append(getattr(library, f"{prefix}openblas_set_num_threads"))
-    global _shim
     shim.shim_bind(*(ctypes.cast(function, ctypes.c_void_p) for function in functions), threads)
     _shim = shim
     version = config().decode().split()[1]  # of words such as "OpenBLAS 0.3.34 DYNAMIC_ARCH NO_AFFINITY Haswell"
@@ -152,15 +153,15 @@ def _build_shim() -> Path:
     texts = [file.read_text(encoding="utf-8") for file in (source, source.with_name("cblas_halves.h"))]
     identity = "\0".join([*texts, *_FLAGS, platform.machine()])
     name = f"cblas_shim-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
+    cache = user_cache("blas")
     try:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "posttrainllm"
-        if not (cache / name).exists():
+        if cache is not None and not (cache / name).exists():
             cache.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=cache) as folder:
                 _compile(source, Path(folder) / name).replace(cache / name)  # atomic: two processes may build at once
-        return cache / name
-    except (OSError, RuntimeError):  # no home, or one that cannot be written to
-        return _compile(source, Path(_process_folder()) / name)
+    except OSError:  # it cannot be written to
+        cache = None
+    return _compile(source, Path(_process_folder()) / name) if cache is None else cache / name
 
 
 def _process_folder() -> str:

@@ -14,7 +14,7 @@ from posttrainllm.adapters.loading.blas import loaded_shim
 
 __all__ = ["keep_halves"]
 
-_MOST_BYTES = 1 << 30  # of all models in the process; what MLX's own memory forecast knows nothing of stays small
+_MOST_BYTES = 1 << 30  # of all models in the process; what our memory forecast leaves out stays small
 _kept_bytes = 0
 
 

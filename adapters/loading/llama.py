@@ -83,7 +83,15 @@ class Linear:
         )
 
     def part(self, start: int, stop: int) -> "Linear":
-        """The product with some rows of the matrix, [..., in] to [..., stop - start]; they are not copied."""
+        """The product with some rows of the matrix, which are not copied.
+
+        Args:
+            start: the first row.
+            stop: the row behind the last.
+
+        Returns:
+            [..., in] to [..., stop - start].
+        """
 
         def rows(array: mx.array | None) -> mx.array | None:
             return None if array is None else array[start:stop]

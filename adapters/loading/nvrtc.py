@@ -3,12 +3,12 @@
 import ctypes
 import functools
 import hashlib
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import attrs
 
+from posttrainllm.adapters.user_cache import write_whole
 from posttrainllm.kernel.errors import BackendError
 
 __all__ = ["Gpu", "compile_cuda", "gpu"]
@@ -72,19 +72,8 @@ def compile_cuda(source: str, options: Sequence[str], folder: Path | None) -> by
         return kept.read_bytes()
     except OSError:
         cubin = _compile(nvrtc, source, options)
-    _keep(kept, cubin)
+    write_whole(kept, cubin)  # where it is not kept, the next process compiles again
     return cubin
-
-
-def _keep(path: Path, content: bytes) -> None:
-    """Write whole or not at all; without a folder the next process compiles again."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as stream:
-            stream.write(content)
-        Path(stream.name).replace(path)
-    except OSError:
-        return
 
 
 @functools.cache

@@ -52,7 +52,9 @@ def _cuda(weights: LlamaWeights, runtime: Runtime) -> Forward | None:
     if runtime.device != "gpu" or not mx.cuda.is_available():
         return None
     device = gpu()
-    if device is None or unsupported(weights, device) is not None:
+    reason = unsupported(weights, device)
+    if device is None or reason is not None:
+        LOGGER.debug("no CUDA forward for this model: %s", reason)
         return None
     try:
         return cuda_llama_forward(weights, device, user_cache("kernels"))

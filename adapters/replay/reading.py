@@ -215,7 +215,9 @@ def _step(line: _Line, header: Header, index: int) -> StepRecord:
     if "margins" in line.value:
         margins = line.take("margins", lambda got: _floats(got, len(emitted)), f"{len(emitted)} numbers")
     choices = (K,) if header.auto is None else header.auto.draft_ks
-    drawn = K if header.auto is None else line.take("drawn", choices.__contains__, f"one of {list(choices)}")
+    drawn = K
+    if header.auto is not None:  # True and 2.0 are equal to choices, and are none
+        drawn = int(line.take("drawn", lambda got: is_int(got) and got in choices, f"one of {list(choices)}"))
     return StepRecord(
         step=index,
         length=length,

@@ -106,7 +106,8 @@ class Replayer:
             What the step did here.
         """
         config = self._config(record)
-        chosen = self._catch_up(record)
+        chosen = self._decide(record)
+        self._catch_up(record)
         keys = self.state.key
         sampling = self._sampling_of(record)
         # nothing may hold the old state while the new one is evaluated, or its buffers are copied
@@ -166,15 +167,18 @@ class Replayer:
         pacer.enter(0, self._request.mode, header.draft_k)
         return pacer
 
-    def _catch_up(self, record: StepRecord) -> int:
-        """Feed the draft what steps without it left out, where the step drafts; the K that would be chosen here."""
-        chosen = record.draft_k if self._pacer is None else self._pacer.decide()[0][0]
-        if self._pacer is not None:
-            state, self._state = self.state, None
-            self._state = self._engine.compiled.caught_up(state, self._behind_of(record))
-            del state
-            self._behind = 0 if record.draft_k else self._behind + 1
-        return chosen
+    def _decide(self, record: StepRecord) -> int:
+        """The K that is chosen here for the next step; the recorded one where nothing is chosen."""
+        return record.draft_k if self._pacer is None else self._pacer.decide()[0][0]
+
+    def _catch_up(self, record: StepRecord) -> None:
+        """Feed the draft what steps without it left out, where the step drafts."""
+        if self._pacer is None:
+            return
+        state, self._state = self.state, None
+        self._state = self._engine.compiled.caught_up(state, self._behind_of(record))
+        del state
+        self._behind = 0 if record.draft_k else self._behind + 1
 
     def _behind_of(self, record: StepRecord) -> list[int]:
         here = self._behind if record.draft_k > 0 else 0
@@ -191,6 +195,7 @@ class Replayer:
 
     def _refill(self, record: StepRecord) -> None:
         config, width = self._config(record), self._header.width
+        self._decide(record)  # the recorded K is run; the pacer still has to come past this step
         self._catch_up(record)
         self._read(record, proposed=record.proposed, accepted=record.accepted)
         padded = (*record.emitted, *[0] * (width - len(record.emitted)))

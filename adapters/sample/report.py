@@ -7,7 +7,7 @@ from rich.console import Console
 from posttrainllm.adapters.payoff import Payoff
 from posttrainllm.adapters.result import Result
 
-__all__ = ["lengths", "print_hint", "print_statistics", "statistics"]
+__all__ = ["print_hint", "print_statistics", "statistics"]
 
 
 def print_statistics(result: Result) -> None:
@@ -34,7 +34,7 @@ def print_hint(payoff: Payoff | None) -> bool:
     return True
 
 
-def lengths(result: Result) -> str:
+def _lengths(result: Result) -> str:
     """The K of a run with a draft, or how often each was chosen."""
     steps = result.speculative.get("steps")
     if steps is None:
@@ -65,7 +65,7 @@ def statistics(result: Result) -> list[str]:
         share = "nothing proposed" if usage.accept_rate is None else f"{usage.accept_rate:.3f}"
         lines.append(
             f"draft accepted {usage.draft_accepted} of {usage.draft_proposed} proposed ({share}) | "
-            f"{timings.tokens_per_step or 0:.2f} tokens a step, {lengths(result)}"
+            f"{timings.tokens_per_step or 0:.2f} tokens a step, {_lengths(result)}"
             + (f" | rule {result.accept_rule}" if result.accept_rule else "")
         )
     else:

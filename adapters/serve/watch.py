@@ -25,6 +25,8 @@ class Watch:
         """None until enough was decoded to say, or while nothing suggests that it does not."""
         self._steps: dict[Mode, Counter[int]] = {"greedy": Counter(), "sampled": Counter()}
         self._tokens: Counter[Mode] = Counter()
+        self._missed: set[Mode] = set()
+        """Modes whose costs were looked for on file in vain; they do not come while the server is busy."""
         self._said = self._gave_up = False
 
     @property
@@ -74,7 +76,13 @@ class Watch:
         most = engine.width - 1
         shape = CostShape(rows=engine.rows, capacity=engine.capacity, width=engine.width, draft_ks=(most,))
         if progress is None:
-            return curve_on_file(engine.pair, shape, mode)
+            if mode in self._missed:
+                return None
+            found = curve_on_file(engine.pair, shape, mode)
+            if found is None:
+                self._missed.add(mode)
+            return found
+        self._missed.clear()
         try:
             return curves_for(engine.pair, shape, [mode], progress=progress)[mode]
         except PosttrainllmError as error:  # no room for the caches that measuring needs

@@ -120,6 +120,8 @@ class ChildContender:
         self, child: Child, *, name: str, engine: Engines, draft_k: int = 0, script: Script | None = None
     ) -> None:
         self._child, self.name, self.engine, self.draft_k, self.script = child, name, engine, draft_k, script
+        self.facts = child.facts
+        """What its process says of itself."""
         self.ids: list[int] = []
         self.steps: list[tuple[int, int]] = []
 

@@ -19,9 +19,11 @@ from posttrainllm.adapters.rows import RowRequest
 from posttrainllm.evals.bench.simulated import Script, SimulatedModule, scripted
 from posttrainllm.kernel.errors import NonFiniteError
 
-__all__ = ["Contender", "Engines", "MlxLm", "Ours", "contenders_for", "synchronize"]
+__all__ = ["SAME_PROCESS", "Contender", "Engines", "MlxLm", "Ours", "contenders_for", "synchronize"]
 
 Engines: TypeAlias = Literal["posttrainllm", "mlx-lm", "mlx-lm as installed", "transformers"]
+SAME_PROCESS: tuple[Engines, ...] = ("posttrainllm", "mlx-lm")
+"""Those of this process: the faster plain one of them is what a ratio is held against."""
 
 
 class Contender(Protocol):

@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from posttrainllm.adapters.engine import Engine
 from posttrainllm.adapters.loading.pair import Pair
-from posttrainllm.adapters.rows import RowRequest
+from posttrainllm.adapters.rows import RowRequest, sampling_of
 from posttrainllm.adapters.shapes import draft_width
 from posttrainllm.evals.bench.costs import Chain
 from posttrainllm.evals.bench.machine import CpuWatch
@@ -113,9 +113,13 @@ def _drafting(forward: Forward, draft_k: int, later: int) -> Forward:
 def _engine(pair: Pair, draft_k: int, capacity: int, length: int) -> Engine:
     """One whose row soon stops, which makes a step no cheaper: it stays as short as the step is for."""
     engine = Engine(pair, capacity=capacity, width=draft_k + 1)
-    limit = length + draft_k + 1
-    engine.insert(0, RowRequest(prompt=[1] * length, limit=limit, draft_k=0 if pair.draft is None else draft_k))
+    engine.insert(0, _request(pair, draft_k, length))
     return engine
+
+
+def _request(pair: Pair, draft_k: int, length: int) -> RowRequest:
+    limit = length + draft_k + 1
+    return RowRequest(prompt=[1] * length, limit=limit, draft_k=0 if pair.draft is None else draft_k)
 
 
 class _Steps:
@@ -124,7 +128,7 @@ class _Steps:
     def __init__(self, pair: Pair, draft_k: int, capacity: int, length: int) -> None:
         engine = _engine(pair, draft_k, capacity, length)
         self._step = engine.compiled.step_for(engine.compiled.usual_config("greedy", length + 3 * engine.width))
-        self._sampling = engine.occupancy.sampling
+        self._sampling = sampling_of([_request(pair, draft_k, length)], pair.vocab_size)
         self._state: DecodeState | None = engine.hand_over()
         self.chained()  # compiles
 

@@ -17,14 +17,23 @@ class Shape:
     """A Llama model with a tied head."""
 
     layers: int
+    """L."""
     hidden: int
+    """N: size of the residual stream."""
     heads: int
+    """Of queries."""
     kv_heads: int
+    """H: of keys and values."""
     head_size: int
+    """D."""
     mlp: int
+    """Rows of the gate."""
     vocab_size: int
+    """V."""
     context: int
+    """Positions it is said to be made for."""
     dtype: str = "bfloat16"
+    """Of the weights."""
 
     @property
     def config(self) -> dict[str, object]:

@@ -32,7 +32,7 @@ def measure_start_up(
         For each the median and the range of the seconds until the first token is on standard output.
 
     Raises:
-        PosttrainllmError: one of them printed nothing.
+        PosttrainllmError: one of them printed nothing, or failed.
     """
     ours = [sys.executable, "-m", "posttrainllm", "sample", model, "--dtype", dtype]
     ours += ["--draft-model", draft_model] if draft_model is not None else []
@@ -69,7 +69,7 @@ def first_output(command: Sequence[str], *, ignore: bytes = b"") -> float:
         The seconds; the command has ended when this returns.
 
     Raises:
-        PosttrainllmError: it printed nothing else.
+        PosttrainllmError: it printed nothing else, or failed.
     """
     with tempfile.TemporaryFile() as log:
         started = time.perf_counter()
@@ -80,11 +80,11 @@ def first_output(command: Sequence[str], *, ignore: bytes = b"") -> float:
                 if byte not in ignore:
                     elapsed = time.perf_counter() - started
             run.stdout.read()
-        if elapsed is None:
+        if elapsed is None or run.returncode:
             log.seek(0)
             lines = [line for line in log.read().decode(errors="replace").splitlines() if line.strip()]
-            said = lines[-1] if lines else "nothing"
+            printed, said = "no token" if elapsed is None else "a token", lines[-1] if lines else "nothing"
             raise PosttrainllmError(
-                f"{' '.join(command[1:4])} printed no token and ended with {run.returncode}: {said}"
+                f"{' '.join(command[1:4])} printed {printed} and ended with {run.returncode}: {said}"
             )
     return elapsed

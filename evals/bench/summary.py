@@ -4,6 +4,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from posttrainllm.evals.bench.contenders import SAME_PROCESS
 from posttrainllm.evals.bench.costs import Costs, predicted_speedup
 from posttrainllm.evals.bench.measure import Round
 
@@ -45,8 +46,7 @@ def summarize(repeats: Sequence[Sequence[Round]], costs: Costs | None) -> list[d
         faster there.
     """
     best = [
-        max(one.tokens_per_s for one in rounds if not one.draft_k and one.engine in ("posttrainllm", "mlx-lm"))
-        for rounds in repeats
+        max(one.tokens_per_s for one in rounds if not one.draft_k and one.engine in SAME_PROCESS) for rounds in repeats
     ]
     own_plain = [rounds[0].tokens_per_s for rounds in repeats]
     found = []

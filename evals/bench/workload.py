@@ -12,6 +12,7 @@ from rich.progress import Progress
 from posttrainllm.adapters.loading.pair import Pair
 from posttrainllm.adapters.shapes import capacity_for
 from posttrainllm.evals.bench.batch import measure_rows, measure_rules
+from posttrainllm.evals.bench.child import ChildContender
 from posttrainllm.evals.bench.contenders import Contender, Ours
 from posttrainllm.evals.bench.costs import Costs, forward_costs
 from posttrainllm.evals.bench.extras import Extras
@@ -78,6 +79,7 @@ def measure_pair(
         "repeats": len(rest),
         "capacity": capacity,
         "simulated": simulation,
+        "others": {one.name: one.facts for one in contenders if isinstance(one, ChildContender) and not one.draft_k},
         "forward_s": None if costs is None else attrs.asdict(costs),
         "rows": summarize(repeats, costs),
         **others,

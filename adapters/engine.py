@@ -355,6 +355,7 @@ class Engine:
             rules=rules,
             live=live,
             narrow_draft=draft_width(self.pair.runtime.device) == 1,
+            arithmetic_exp=self.pair.runtime.scalar_exp,
             diagnostics=self.diagnostics,
             adjusted=adjusted,
             logprobs=logprobs,

@@ -13,6 +13,7 @@ from posttrainllm.kernel.config import StepConfig
 from posttrainllm.kernel.draft import Draft, propose
 from posttrainllm.kernel.forward import Forward
 from posttrainllm.kernel.sampling import choose, warp
+from posttrainllm.kernel.softmax import Softmax, softmax
 from posttrainllm.kernel.state import DecodeState, Sampling
 
 __all__ = ["Explanation", "explain_step"]
@@ -99,31 +100,31 @@ def explain_step(
         )
     proposals = window[:, 1:count]
     proposal = propose(config, draft, state, sampling, history, recorded=proposals)
-    p, q = mx.softmax(warped, axis=-1)[:, :-1], mx.softmax(proposal.warped, axis=-1)  # [B, K, V] each
+    target_law = softmax(warped[:, :-1], arithmetic=config.arithmetic_exp)  # [B, K + 1, V] -> [B, K, V]
+    draft_law = softmax(proposal.warped, arithmetic=config.arithmetic_exp)
+    p, q = target_law.of(proposals), draft_law.of(proposals)  # [B, K] each
     positions = state.length[:, None] + mx.arange(count - 1)  # [B, K]
     uniforms = noise.uniform(noise.position_keys(state.key, positions, noise.ACCEPT))
     by_choice = accept.coupled_accepts(proposals, choice)
-    accepts = mx.where(by_ratio[:, None], accept.leviathan_accepts(proposals, p, q, uniforms), by_choice)
+    accepts = mx.where(by_ratio[:, None], accept.leviathan_accepts(p, q, uniforms), by_choice)
     return Explanation(
         proposed=proposal.count,
-        target_probs=_of(p, proposals),
-        draft_probs=_of(q, proposals),
+        target_probs=p,
+        draft_probs=q,
         uniforms=uniforms,
         accepts=accepts,
-        residual=_residuals(p, q, gumbel),
+        residual=_residuals(target_law, draft_law, gumbel, count - 1),
         **shared,
     )
 
 
-def _of(probs: mx.array, ids: mx.array) -> mx.array:
-    """The probability of one id a position: [B, K, V] and [B, K] to [B, K]."""
-    return mx.take_along_axis(probs, ids[..., None], axis=-1)[..., 0]
-
-
-def _residuals(p: mx.array, q: mx.array, gumbel: mx.array | None) -> mx.array:
+def _residuals(target_law: Softmax, draft_law: Softmax, gumbel: mx.array | None, count: int) -> mx.array:
     """The residual draw at every position as if it were the refused one, int32 [B, K]."""
-    batch, count, vocab = p.shape
+    batch = target_law.weights.shape[0]
     if gumbel is None:
         return mx.zeros((batch, count), dtype=mx.int32)
-    flat = [values.reshape(-1, vocab) for values in (p, q, gumbel[:, :-1])]  # [B, K, V] -> [B*K, V]
-    return accept.residual_choice(*flat).reshape(batch, count)  # [B*K] -> [B, K]
+    drawn = []
+    for index in range(count):  # one position at a time, as in a step
+        refused = mx.full((batch,), index, dtype=mx.int32)
+        drawn.append(accept.residual_choice(target_law.at(refused), draft_law.at(refused), gumbel[:, index]))
+    return mx.stack(drawn, axis=1)  # K x [B] -> [B, K]

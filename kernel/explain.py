@@ -12,8 +12,8 @@ from posttrainllm.kernel.adjust import adjust, history_of
 from posttrainllm.kernel.config import StepConfig
 from posttrainllm.kernel.draft import Draft, propose
 from posttrainllm.kernel.forward import Forward
+from posttrainllm.kernel.laws import Laws, laws
 from posttrainllm.kernel.sampling import choose, warp
-from posttrainllm.kernel.softmax import Softmax, softmax
 from posttrainllm.kernel.state import DecodeState, Sampling
 
 __all__ = ["Explanation", "explain_step"]
@@ -100,9 +100,8 @@ def explain_step(
         )
     proposals = window[:, 1:count]
     proposal = propose(config, draft, state, sampling, history, recorded=proposals)
-    target_law = softmax(warped[:, :-1], arithmetic=config.arithmetic_exp)  # [B, K + 1, V] -> [B, K, V]
-    draft_law = softmax(proposal.warped, arithmetic=config.arithmetic_exp)
-    p, q = target_law.of(proposals), draft_law.of(proposals)  # [B, K] each
+    both = laws(warped[:, :-1], proposal.warped, arithmetic=config.arithmetic_exp)  # [B, K + 1, V], [B, K, V]
+    p, q = both.of(proposals)  # [B, K] each
     positions = state.length[:, None] + mx.arange(count - 1)  # [B, K]
     uniforms = noise.uniform(noise.position_keys(state.key, positions, noise.ACCEPT))
     by_choice = accept.coupled_accepts(proposals, choice)
@@ -113,18 +112,16 @@ def explain_step(
         draft_probs=q,
         uniforms=uniforms,
         accepts=accepts,
-        residual=_residuals(target_law, draft_law, gumbel, count - 1),
+        residual=_residuals(both, gumbel, count - 1),
         **shared,
     )
 
 
-def _residuals(target_law: Softmax, draft_law: Softmax, gumbel: mx.array | None, count: int) -> mx.array:
+def _residuals(both: Laws, gumbel: mx.array | None, count: int) -> mx.array:
     """The residual draw at every position as if it were the refused one, int32 [B, K]."""
-    batch = target_law.weights.shape[0]
+    batch = both.weights.shape[0]
     if gumbel is None:
         return mx.zeros((batch, count), dtype=mx.int32)
-    drawn = []
-    for index in range(count):  # one position at a time, as in a step
-        refused = mx.full((batch,), index, dtype=mx.int32)
-        drawn.append(accept.residual_choice(target_law.at(refused), draft_law.at(refused), gumbel[:, index]))
+    places = [mx.full((batch,), index, dtype=mx.int32) for index in range(count)]  # one at a time, as in a step
+    drawn = [accept.residual_choice(*both.at(place), gumbel[:, index]) for index, place in enumerate(places)]
     return mx.stack(drawn, axis=1)  # K x [B] -> [B, K]

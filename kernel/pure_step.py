@@ -20,10 +20,10 @@ from posttrainllm.kernel.config import StepConfig
 from posttrainllm.kernel.constants import indices
 from posttrainllm.kernel.draft import Draft, Proposal, catch_up, propose
 from posttrainllm.kernel.forward import Forward, bounded
+from posttrainllm.kernel.laws import laws
 from posttrainllm.kernel.logprobs import token_logprobs
 from posttrainllm.kernel.refill import refill_step
 from posttrainllm.kernel.sampling import choose, warp
-from posttrainllm.kernel.softmax import softmax
 from posttrainllm.kernel.state import DecodeState, KVCache, Sampling, StepOutput, assert_dtypes
 
 __all__ = [
@@ -291,9 +291,8 @@ def _judge_by_ratio(
     """How many proposals stand and which id follows them, int32 [B] each; rows of the other rule as `accepts` says."""
     by_ratio = (~sampling.coupled & (sampling.temperature > 0))[:, None]  # [B, 1]
     # behind the last proposal none is refused
-    target_law = softmax(warped[:, :-1], arithmetic=config.arithmetic_exp)  # [B, K + 1, V] -> [B, K, V]
-    draft_law = softmax(proposal.warped, arithmetic=config.arithmetic_exp)
-    target_probs, draft_probs = target_law.of(proposal.tokens), draft_law.of(proposal.tokens)  # [B, K] each
+    both = laws(warped[:, :-1], proposal.warped, arithmetic=config.arithmetic_exp)  # [B, K + 1, V], [B, K, V]
+    target_probs, draft_probs = both.of(proposal.tokens)  # [B, K] each
     uniforms = noise.uniform(noise.position_keys(state.key, _positions(config, state)[:, :-1], noise.ACCEPT))
     ratio_accepts = accept.leviathan_accepts(target_probs, draft_probs, uniforms)
     accepted = accept.prefix_length(mx.where(by_ratio, ratio_accepts, accepts), proposal.count)
@@ -305,7 +304,7 @@ def _judge_by_ratio(
         final_noise = final_noise[:, 0]  # [B, V]
     else:
         final_noise, drawn = _at(shared_noise, accepted), _at(choice, accepted)
-    residual = accept.residual_choice(target_law.at(refused), draft_law.at(refused), final_noise)
+    residual = accept.residual_choice(*both.at(refused), final_noise)
     from_residual = by_ratio[:, 0] & (accepted < proposal.count)
     return accepted, mx.where(from_residual, residual, drawn)
 

@@ -119,8 +119,8 @@ LAWS = {
     ),
     "judges by the draft's law one place on": (
         pure_step._judge_by_ratio,
-        "draft_law.of(proposal.tokens)",
-        "softmax(mx.roll(proposal.warped, 1, axis=1), arithmetic=False).of(proposal.tokens)",
+        "laws(warped[:, :-1], proposal.warped,",
+        "laws(warped[:, :-1], mx.roll(proposal.warped, 1, axis=1),",
     ),
 }
 

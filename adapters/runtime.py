@@ -3,6 +3,7 @@
 import importlib.metadata
 import logging
 import os
+import platform
 import sys
 from pathlib import Path
 
@@ -32,6 +33,11 @@ class Runtime:
     """Whether float32 products on the CPU go through a real BLAS."""
     compiled: bool
     """False where the CPU backend has no C++ compiler: steps then run operation by operation."""
+
+    @property
+    def scalar_exp(self) -> bool:
+        """Whether MLX's `exp` is a call an element: on x86 CPUs. Compiled or not, so that a step has the same bits."""
+        return self.device == "cpu" and platform.machine().lower() in ("x86_64", "amd64")
 
     @property
     def description(self) -> str:

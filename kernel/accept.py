@@ -28,24 +28,18 @@ def coupled_accepts(proposals: mx.array, target_choice: mx.array) -> mx.array:
     return proposals == target_choice[:, :-1]
 
 
-def leviathan_accepts(
-    proposals: mx.array, target_probs: mx.array, draft_probs: mx.array, uniforms: mx.array
-) -> mx.array:
+def leviathan_accepts(target_probs: mx.array, draft_probs: mx.array, uniforms: mx.array) -> mx.array:
     """A proposal stands with probability min(1, p / q).
 
     Args:
-        proposals: int32 [B, K], drawn from draft_probs.
-        target_probs: float32 [B, K, V].
-        draft_probs: float32 [B, K, V].
+        target_probs: float32 [B, K], p of each proposal.
+        draft_probs: float32 [B, K], q of each, which it was drawn with.
         uniforms: float32 [B, K], in [0, 1), independent of what drew the proposals.
 
     Returns:
         bool [B, K].
     """
-    index = proposals[..., None]  # [B, K, 1]
-    by_target = mx.take_along_axis(target_probs, index, axis=-1)[..., 0]  # [B, K, 1] -> [B, K]
-    by_draft = mx.take_along_axis(draft_probs, index, axis=-1)[..., 0]  # [B, K, 1] -> [B, K]
-    return uniforms * by_draft < by_target  # u < p / q without the division
+    return uniforms * draft_probs < target_probs  # u < p / q without the division
 
 
 def prefix_length(accepts: mx.array, num_proposed: mx.array) -> mx.array:

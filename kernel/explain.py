@@ -13,6 +13,7 @@ from posttrainllm.kernel.config import StepConfig
 from posttrainllm.kernel.constants import indices
 from posttrainllm.kernel.draft import Draft, propose
 from posttrainllm.kernel.forward import Forward
+from posttrainllm.kernel.laws import Laws, laws
 from posttrainllm.kernel.sampling import choose, warp
 from posttrainllm.kernel.state import DecodeState, Sampling
 
@@ -100,31 +101,28 @@ def explain_step(
         )
     proposals = window[:, 1:count]
     proposal = propose(config, draft, state, sampling, history, recorded=proposals)
-    p, q = mx.softmax(warped, axis=-1)[:, :-1], mx.softmax(proposal.warped, axis=-1)  # [B, K, V] each
+    both = laws(warped[:, :-1], proposal.warped, arithmetic=config.arithmetic_exp)  # [B, K + 1, V], [B, K, V]
+    p, q = both.of(proposals)  # [B, K] each
     positions = state.length[:, None] + indices(count - 1)  # [B, K]
     uniforms = noise.uniform(noise.position_keys(state.key, positions, noise.ACCEPT))
     by_choice = accept.coupled_accepts(proposals, choice)
-    accepts = mx.where(by_ratio[:, None], accept.leviathan_accepts(proposals, p, q, uniforms), by_choice)
+    accepts = mx.where(by_ratio[:, None], accept.leviathan_accepts(p, q, uniforms), by_choice)
     return Explanation(
         proposed=proposal.count,
-        target_probs=_of(p, proposals),
-        draft_probs=_of(q, proposals),
+        target_probs=p,
+        draft_probs=q,
         uniforms=uniforms,
         accepts=accepts,
-        residual=_residuals(p, q, gumbel),
+        residual=_residuals(both, gumbel, count - 1),
         **shared,
     )
 
 
-def _of(probs: mx.array, ids: mx.array) -> mx.array:
-    """The probability of one id a position: [B, K, V] and [B, K] to [B, K]."""
-    return mx.take_along_axis(probs, ids[..., None], axis=-1)[..., 0]
-
-
-def _residuals(p: mx.array, q: mx.array, gumbel: mx.array | None) -> mx.array:
+def _residuals(both: Laws, gumbel: mx.array | None, count: int) -> mx.array:
     """The residual draw at every position as if it were the refused one, int32 [B, K]."""
-    batch, count, vocab = p.shape
+    batch = both.weights.shape[0]
     if gumbel is None:
         return mx.zeros((batch, count), dtype=mx.int32)
-    flat = [values.reshape(-1, vocab) for values in (p, q, gumbel[:, :-1])]  # [B, K, V] -> [B*K, V]
-    return accept.residual_choice(*flat).reshape(batch, count)  # [B*K] -> [B, K]
+    places = [mx.full((batch,), index, dtype=mx.int32) for index in range(count)]  # one at a time, as in a step
+    drawn = [accept.residual_choice(*both.at(place), gumbel[:, index]) for index, place in enumerate(places)]
+    return mx.stack(drawn, axis=1)  # K x [B] -> [B, K]

@@ -16,6 +16,7 @@ from posttrainllm.kernel.config import StepConfig
 from posttrainllm.kernel.constants import indices
 from posttrainllm.kernel.draft import Draft, Proposal, propose
 from posttrainllm.kernel.forward import Forward
+from posttrainllm.kernel.laws import laws
 from posttrainllm.kernel.sampling import choose, warp
 from posttrainllm.kernel.state import DecodeState, KVCache, Sampling, StepOutput
 
@@ -120,10 +121,11 @@ def _judge_by_ratio(
 ) -> tuple[mx.array, mx.array]:
     """How many proposals stand and which id follows them, int32 [B] each; rows of the other rule as `accepts` says."""
     by_ratio = (~sampling.coupled & (sampling.temperature > 0))[:, None]  # [B, 1]
-    target_probs = mx.softmax(warped[:, :-1], axis=-1)  # [B, K + 1, V] -> [B, K, V]: none behind the last is refused
-    draft_probs = mx.softmax(proposal.warped, axis=-1)
+    # behind the last proposal none is refused
+    both = laws(warped[:, :-1], proposal.warped, arithmetic=config.arithmetic_exp)  # [B, K + 1, V], [B, K, V]
+    target_probs, draft_probs = both.of(proposal.tokens)  # [B, K] each
     uniforms = noise.uniform(noise.position_keys(state.key, _positions(config, state)[:, :-1], noise.ACCEPT))
-    ratio_accepts = accept.leviathan_accepts(proposal.tokens, target_probs, draft_probs, uniforms)
+    ratio_accepts = accept.leviathan_accepts(target_probs, draft_probs, uniforms)
     accepted = accept.prefix_length(mx.where(by_ratio, ratio_accepts, accepts), proposal.count)
     refused = mx.minimum(accepted, config.proposals - 1)  # index of the refused proposal, where there is one
     if shared_noise is None:
@@ -133,7 +135,7 @@ def _judge_by_ratio(
         final_noise = final_noise[:, 0]  # [B, V]
     else:
         final_noise, drawn = _at(shared_noise, accepted), _at(choice, accepted)
-    residual = accept.residual_choice(_at(target_probs, refused), _at(draft_probs, refused), final_noise)
+    residual = accept.residual_choice(*both.at(refused), final_noise)
     from_residual = by_ratio[:, 0] & (accepted < proposal.count)
     return accepted, mx.where(from_residual, residual, drawn)
 

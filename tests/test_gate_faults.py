@@ -99,13 +99,13 @@ def test_a_fault_that_changes_greedy_output_is_broken_and_its_place_is_named(mon
 LAWS = {
     "accepts half again as often": (
         accept.leviathan_accepts,
-        "uniforms * by_draft < by_target",
-        "uniforms * by_draft < 1.5 * by_target",
+        "uniforms * draft_probs < target_probs",
+        "uniforms * draft_probs < 1.5 * target_probs",
     ),
     "accepts too rarely": (
         accept.leviathan_accepts,
-        "uniforms * by_draft < by_target",
-        "uniforms * by_draft < 0.5 * by_target",
+        "uniforms * draft_probs < target_probs",
+        "uniforms * draft_probs < 0.5 * target_probs",
     ),
     "draws from p after a refusal": (
         accept.residual_choice,
@@ -119,8 +119,8 @@ LAWS = {
     ),
     "judges by the draft's law one place on": (
         pure_step._judge_by_ratio,
-        "target_probs, draft_probs, uniforms",
-        "target_probs, mx.roll(draft_probs, 1, axis=1), uniforms",
+        "laws(warped[:, :-1], proposal.warped,",
+        "laws(warped[:, :-1], mx.roll(proposal.warped, 1, axis=1),",
     ),
 }
 
@@ -154,8 +154,8 @@ def test_a_fault_of_the_coupled_rule_alone_is_broken_by_its_comparison(monkeypat
 SMALL = {
     f"accepts {factor} times as often": (
         accept.leviathan_accepts,
-        "uniforms * by_draft < by_target",
-        f"uniforms * by_draft < {factor} * by_target",
+        "uniforms * draft_probs < target_probs",
+        f"uniforms * draft_probs < {factor} * target_probs",
     )
     for factor in (0.9, 1.1, 1.25)
 }

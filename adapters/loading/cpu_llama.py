@@ -2,11 +2,10 @@
 
 Same mathematics as mlx-lm's module, in half as many operations: of a small model's forward, what MLX does about each
 operation takes as long as the products. And in operations that the C++ compiler vectorises: fused ones over arrays of
-one shape, with nothing to broadcast, and a power of two written out in arithmetic, since MLX's `exp` is scalar on x86.
+one shape, with nothing to broadcast, and powers of two in plain arithmetic (kernel/arithmetic.py).
 GPUs have fused kernels for all of this.
 """
 
-import math
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -15,45 +14,15 @@ import mlx.core as mx
 
 from posttrainllm.adapters.loading.halves import keep_halves
 from posttrainllm.adapters.loading.llama import Linear, LlamaLayer, LlamaShape, LlamaWeights
+from posttrainllm.kernel.arithmetic import LOG2_E, exp2
 from posttrainllm.kernel.cache import attention_mask, window_slots, write_slots
 from posttrainllm.kernel.constants import indices
 from posttrainllm.kernel.forward import Forward
 from posttrainllm.kernel.state import KVCache
 
-__all__ = ["cpu_llama_forward", "exp2"]
+__all__ = ["cpu_llama_forward"]
 
 _Product: TypeAlias = Callable[[mx.array], mx.array]
-
-_LOG2_E = 1.0 / math.log(2.0)
-_ROUND = 1.5 * 2.0**23  # adding it rounds to an integer
-# 2**f on [-1/2, 1/2], degree 6, the first as in the series; the others fitted for the least relative error (2e-9), by
-# least squares with Lawson's weights
-_C0, _C1, _C2, _C3 = 1.0, 0.6931472, 0.24022648, 0.055503325
-_C4, _C5, _C6 = 0.0096184374, 0.0013398874, 0.00015353362
-
-
-def exp2(x: mx.array, scale: float = 1.0) -> mx.array:
-    """2**(scale * x) in plain arithmetic, off by 2e-7 of the value at most beside the rounding of scale * x.
-
-    Args:
-        x: float32 of any shape.
-        scale: a factor.
-
-    Returns:
-        float32 of the same shape: exactly 0 where scale * x is below -126.5, -inf included, and where it is NaN; 2**126
-        where it is above 126.
-    """
-    power = mx.minimum(x * scale, 126.0)
-    f = power - ((power + _ROUND) - _ROUND)
-    f2 = f * f
-    # pairs and not Horner's rule: MLX fuses expressions that are up to 11 operations deep
-    series = ((_C0 + _C1 * f) + f2 * (_C2 + _C3 * f)) + (f2 * f2) * ((_C4 + _C5 * f) + f2 * _C6)
-    # the same integer in other words: a shared expression would be a kernel of its own
-    again = mx.minimum(x * (2 * scale), 252.0) * 0.5
-    whole = (again + (_ROUND + 128)) - (_ROUND + 128)
-    # a float's exponent begins at its 23rd bit; the integer 0 is the float 0
-    bits = mx.where(whole >= -126, mx.view(series, mx.int32) + mx.left_shift(whole.astype(mx.int32), 23), 0)
-    return mx.view(bits, mx.float32)
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -227,7 +196,7 @@ def _attention(
     grouped = queries.reshape(batch, kv_heads, groups * width, size) if groups > 1 else queries  # -> [B, H, G W, D]
     scores = (grouped @ keys[:, :, :live].swapaxes(-1, -2)).astype(mx.float32)  # [B, H, G W, L]
     # as powers of two; finite scores stay finite
-    scores = mx.where(window.admitted, scores * (size**-0.5 * _LOG2_E), -mx.inf)
+    scores = mx.where(window.admitted, scores * (size**-0.5 * LOG2_E), -mx.inf)
     # flat, or the subtraction's broadcast and the power are one kernel, which is not vectorised
     below = (scores - mx.max(scores, axis=-1, keepdims=True)).reshape(-1)
     weights = exp2(below).reshape(scores.shape)
@@ -241,5 +210,5 @@ def _attention(
 
 def _mlp(layer: _Layer, x: mx.array) -> mx.array:
     gate = layer.gate(x).astype(mx.float32)
-    activated = gate / (1.0 + exp2(gate, -_LOG2_E)) * layer.up(x)
+    activated = gate / (1.0 + exp2(gate, -LOG2_E)) * layer.up(x)
     return layer.down(activated.astype(x.dtype))

@@ -4,7 +4,6 @@ A variant is a way to compute the same mathematics, and bits may differ between 
 what a verdict of the gate and a trace hold for. `--forward module` takes mlx-lm's own module everywhere.
 """
 
-import platform
 from collections.abc import Callable
 from functools import cache
 
@@ -44,8 +43,7 @@ class _Variant:
 
 def _cpu(weights: LlamaWeights, runtime: Runtime) -> Forward | None:
     """Many small operations, fused by the C++ compiler: it pays where MLX's own `exp` is scalar."""
-    on_x86 = platform.machine().lower() in ("x86_64", "amd64")
-    return cpu_llama_forward(weights) if runtime.device == "cpu" and runtime.compiled and on_x86 else None
+    return cpu_llama_forward(weights) if runtime.scalar_exp and runtime.compiled else None
 
 
 def _cuda(weights: LlamaWeights, runtime: Runtime) -> Forward | None:

@@ -1,0 +1,122 @@
+"""exp2 in arithmetic, and the probabilities that are made of it."""
+
+import platform
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from support import make_sampling, make_state, table_forward, tiny_pair
+
+from posttrainllm.adapters.engine import Engine
+from posttrainllm.kernel import explain, pure_step
+from posttrainllm.kernel.arithmetic import LOG2_E, exp2
+from posttrainllm.kernel.config import StepConfig
+from posttrainllm.kernel.draft import Draft
+from posttrainllm.kernel.laws import laws
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_exp2_is_exact_to_a_few_units_in_the_last_place(compiled):
+    x = np.concatenate([np.linspace(-126, 126, 200_001), np.linspace(-1e-3, 1e-3, 1001)]).astype(np.float32)
+    found = np.array((mx.compile(exp2) if compiled else exp2)(mx.array(x))).astype(np.float64)
+    assert np.max(np.abs(found / np.exp2(x.astype(np.float64)) - 1)) < 2e-7
+
+
+def test_a_scale_is_taken_before_rounding():
+    """As an exponential: what the rounding of scale * x costs is absolute, so it shows where the value is large."""
+    x = np.linspace(-80, 80, 100_001).astype(np.float32)
+    found = np.array(exp2(mx.array(x), LOG2_E)).astype(np.float64)
+    error = np.abs(found / np.exp(x.astype(np.float64)) - 1)
+    assert np.max(error / np.maximum(np.abs(x), 1)) < 2.5e-7
+
+
+def test_exp2_of_what_float32_cannot_hold_is_0_or_finite():
+    found = np.array(exp2(mx.array([-mx.inf, -1e30, -127.0, mx.nan, 127.0, 1e30, mx.inf])))
+    assert np.all(found[:4] == 0)
+    assert np.all(found[4:] == 2.0**126)
+
+
+def reference(logits: np.ndarray) -> np.ndarray:
+    weights = np.exp(logits.astype(np.float64) - np.max(logits, axis=-1, keepdims=True))
+    return weights / np.sum(weights, axis=-1, keepdims=True)
+
+
+def at(both, index: int, rows: int):
+    """p and q of one position of every row."""
+    return [np.array(probs) for probs in both.at(mx.array([index] * rows, dtype=mx.int32))]
+
+
+@pytest.mark.parametrize("arithmetic", [True, False])
+@pytest.mark.parametrize("scale", [1.0, 30.0])
+def test_probabilities_are_those_of_the_logits(arithmetic, scale):
+    """To 4e-6 for a sum of 4096 floats, MLX's as ours, and 1.2e-7 a unit of x for the rounding of x * log2(e)."""
+    logits = np.random.default_rng(0).normal(0, scale, (2, 2, 3, 4096)).astype(np.float32)  # p and q, B, K, V
+    logits[:, 1, :, 100:] = -np.inf  # filtered out
+    both, expected = laws(*map(mx.array, logits), arithmetic=arithmetic), reference(logits)
+    allowed = 4e-6 - 1.2e-7 * np.log(np.maximum(expected, 1e-300))
+    for index in range(3):
+        for found, right, most in zip(at(both, index, 2), expected[:, :, index], allowed[:, :, index], strict=True):
+            held = right > 1e-36
+            assert np.max(np.abs(found[held] / right[held] - 1) / most[held]) < 1
+            assert np.all(found[~held] < 1e-35)
+            assert np.all(found[1, 100:] == 0)
+
+
+@pytest.mark.parametrize("arithmetic", [True, False])
+def test_one_id_has_the_probability_that_the_whole_position_gives_it(arithmetic):
+    """Bit for bit: what a proposal is judged by is what the residual subtracts."""
+    rng = np.random.default_rng(1)
+    both = laws(*mx.array(rng.normal(0, 3, (2, 2, 4, 500)).astype(np.float32)), arithmetic=arithmetic)
+    ids = rng.integers(0, 500, (2, 4)).astype(np.int32)
+    for index in range(4):
+        for found, whole in zip(both.of(mx.array(ids)), at(both, index, 2), strict=True):
+            assert np.array_equal(np.array(found)[:, index], whole[[0, 1], ids[:, index]])
+
+
+@pytest.mark.parametrize("arithmetic", [True, False])
+def test_a_position_has_the_same_bits_among_others_compiled_or_not(arithmetic):
+    """`explain` computes operation by operation what a step compiled, and a server's rows are many."""
+    target, draft = mx.array(np.random.default_rng(2).normal(0, 3, (2, 3, 5, 1000)).astype(np.float32))
+    index = mx.array([2, 2, 2], dtype=mx.int32)
+    whole = mx.compile(lambda x, y: laws(x[:, :-1], y[:, :-1], arithmetic=arithmetic).at(index))(target, draft)
+    for row in range(3):
+        alone = laws(target[row : row + 1, 2:3], draft[row : row + 1, 2:3], arithmetic=arithmetic)
+        for among, found in zip(whole, at(alone, 0, 1), strict=True):
+            assert np.array_equal(np.array(among)[row], found[0])
+
+
+@pytest.mark.parametrize("arithmetic", [True, False])
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+def test_a_position_without_a_finite_logit_has_no_probabilities(arithmetic, value):
+    both = laws(mx.full((1, 1, 8), float(value)), mx.zeros((1, 1, 8)), arithmetic=arithmetic)
+    p, q = at(both, 0, 1)
+    assert np.all(np.isnan(p))
+    assert np.all(q == 1 / 8)
+
+
+@pytest.mark.parametrize("arithmetic", [True, False])
+def test_an_explanation_takes_the_exponentials_of_the_step(monkeypatch, arithmetic):
+    """Its p and q would differ in the last bits from those that decided."""
+    seen = []
+
+    def watched(*logits, arithmetic):
+        seen.append(arithmetic)
+        return laws(*logits, arithmetic=arithmetic)
+
+    for module in (pure_step, explain):
+        monkeypatch.setattr(module, "laws", watched)
+    table = mx.array(np.random.default_rng(3).normal(size=(8, 8)).astype(np.float32))
+    config = StepConfig(width=3, vocab_size=8, mode="sampled", arithmetic_exp=arithmetic)
+    models = table_forward(table), Draft(forward=table_forward(table * 2), vocab_size=8, context=100)
+    state, sampling = make_state([[1, 2]], limit=9, capacity=12), make_sampling(1, temperature=1.0)
+    _, output = pure_step.speculative_step(config, *models, state, sampling)
+    window = mx.concatenate([mx.array([[2]], dtype=mx.int32), output.proposals], axis=1)
+    explain.explain_step(config, *models, state, sampling, window)
+    assert seen == [arithmetic, arithmetic]
+
+
+def test_steps_on_an_x86_cpu_take_exponentials_in_arithmetic(runtime):
+    on_x86 = runtime.device == "cpu" and platform.machine() == "x86_64"
+    assert runtime.scalar_exp == on_x86
+    config = Engine(tiny_pair(draft="noisy"), capacity=16, width=3).config_for("sampled")
+    assert config.arithmetic_exp == on_x86

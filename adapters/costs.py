@@ -158,12 +158,14 @@ def _read(key: dict[str, Any]) -> Curve | None:
         if value is None or value["format"] != _FORMAT or value["key"] != key:
             return None
         found = value["curve"]
+        if not (isinstance(found["seconds"], list) and isinstance(found["draft_ks"], list)):
+            return None
         curve = Curve(
             draft_ks=tuple(found["draft_ks"]),
             seconds=tuple(map(float, found["seconds"])),
             plain_seconds=float(found["plain_seconds"]),
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError):
         return None
     sane = list(curve.draft_ks) == key["draft_ks"] and len(curve.seconds) == len(curve.draft_ks)
     return curve if sane and all(0 < value < 1e6 for value in (*curve.seconds, curve.plain_seconds)) else None

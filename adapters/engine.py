@@ -75,6 +75,11 @@ class Engine:
             kv=tuple(model.kv_bytes(capacity) for model in self._models),
             rows=rows,
             capacity=capacity,
+            copies=sum(
+                rows * forwards * model.kv_bytes(capacity)
+                for model, forwards in zip(self._models, (1, width - 1), strict=False)
+                if model.copies_cache
+            ),
         )
         self.forecast.check()
         self.curves = curves

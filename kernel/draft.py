@@ -96,7 +96,7 @@ def propose(
     positions = length[:, None] - 1 + places
     back = 0 if config.narrow_draft else 1
     for index in range(config.proposals):
-        logits, kv = draft.forward(_known(fed, draft, config, first=index == 0), kv, start)
+        logits, kv = draft.forward(_known(fed, draft, config, committed=index <= back), kv, start)
         if index == 0:
             logits = mx.take_along_axis(logits, column[..., None], axis=1)  # [B, 2, V] -> [B, 1, V]
         logits = _fit(logits[:, -1:], config.vocab_size)  # [B, 1 or 2, V] -> [B, 1, V]
@@ -140,9 +140,9 @@ def catch_up(draft: Draft, state: DecodeState, behind: mx.array) -> DecodeState:
     return attrs.evolve(state, draft_kv=kv)
 
 
-def _known(ids: mx.array, draft: Draft, config: StepConfig, *, first: bool) -> mx.array:
-    """Ids that the draft has rows for: a prompt may hold others, and what it draws itself may where it has fewer."""
-    return mx.minimum(ids, draft.vocab_size - 1) if first or draft.vocab_size < config.vocab_size else ids
+def _known(ids: mx.array, draft: Draft, config: StepConfig, *, committed: bool) -> mx.array:
+    """Ids that the draft has rows for: a committed one may be another, since a prompt may hold any of the target's."""
+    return mx.minimum(ids, draft.vocab_size - 1) if committed or draft.vocab_size < config.vocab_size else ids
 
 
 def _noise(config: StepConfig, state: DecodeState, sampling: Sampling) -> mx.array | None:

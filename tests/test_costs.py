@@ -108,7 +108,9 @@ def test_a_file_that_is_no_cost_counts_as_absent(random_draft, monkeypatch, cach
     assert curve_on_file(pair, SHAPE, "greedy") == CURVE
     file.write_text(text)
     assert curve_on_file(pair, SHAPE, "greedy") is None
-    for broken in (good.replace("0.01,", "0.0,"), good.replace("0.01,", '"x",'), good.replace("0.01, ", "")):
+    huge, text = "1" + "0" * 400, good.replace("[0.01, 0.011, 0.012, 0.014]", '"1234"')
+    changes = (("0.01,", "0.0,"), ("0.01,", '"x",'), ("0.01, ", ""), ("0.01,", f"{huge},"))
+    for broken in (text, *(good.replace(*change) for change in changes)):
         assert broken != good
         file.write_text(broken)
         assert curve_on_file(pair, SHAPE, "greedy") is None

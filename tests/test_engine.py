@@ -127,3 +127,19 @@ def test_the_engine_does_not_copy_the_cache(pair, pipelined):
         array.nbytes for model in (pair.target, pair.draft) for layer in model.make_kv(1, 16384) for array in layer
     )
     assert mx.get_peak_memory() - before < 0.6 * kv_bytes
+
+
+def test_the_forecast_counts_the_caches_that_a_step_copies():
+    pair = tiny_pair()
+    copying = attrs.evolve(
+        pair,
+        target=attrs.evolve(pair.target, copies_cache=True),
+        draft=attrs.evolve(pair.draft, copies_cache=True),
+    )
+    plain = Engine(pair, capacity=64, width=5, rows=2).forecast
+    forecast = Engine(copying, capacity=64, width=5, rows=2).forecast
+    # of each row the target's once, the draft's in each of its four forwards
+    copies = 2 * (pair.target.kv_bytes(64) + 4 * pair.draft.kv_bytes(64))
+    assert forecast.caches == plain.caches + copies
+    assert "copies that a step makes" in forecast.description
+    assert "copies" not in plain.description

@@ -141,3 +141,16 @@ def test_greedy_output_equals_the_reference_whatever_the_other_rows_hold(variant
         ids = decode(pair, prompts, width=5, count=24)
         assert ids == decode(without_draft(pair), prompts, width=5, count=24)
         assert ids[2] == decode(pair, ([11, 12], [13], prompts[2]), width=5, count=24)[2]
+
+
+@pytest.mark.parametrize("variant", FORWARDS)
+def test_attention_over_a_long_flat_text_stays_finite_in_float16(variant):
+    """2000 values of 100 add up to more than float16 holds, their mean does not."""
+    module, config = module_of("llama", "float16")
+    model = model_from_module(module, name="tiny", dtype="float16", context=4096)
+    kv = tuple(
+        (mx.zeros_like(keys), mx.full(values.shape, 100, values.dtype)) for keys, values in model.make_kv(1, 2048)
+    )
+    forward = FORWARDS[variant](fused_weights(module, config, "float16"))
+    logits, _ = forward(mx.array([[3]], dtype=mx.int32), kv, mx.array([2000], dtype=mx.int32))
+    assert bool(mx.all(mx.isfinite(logits)))

@@ -7,6 +7,7 @@ from support import decode, make_sampling, make_state, table_forward, tiny_pair,
 from posttrainllm.kernel.compiled import compile_step
 from posttrainllm.kernel.config import StepConfig
 from posttrainllm.kernel.draft import Draft
+from posttrainllm.kernel.pure_step import speculative_step
 from posttrainllm.kernel.state import DecodeState
 
 VOCAB = 16
@@ -299,3 +300,30 @@ def test_a_self_draft_is_accepted_whole_whether_it_is_fed_one_token_or_two(narro
 def filled(model, state):
     """The cache of a state whose prompts were prefilled, for prompts of at most two tokens."""
     return model.forward(state.tokens[:, :1], model.make_kv(3, 128), mx.zeros((3,), dtype=mx.int32))[1]
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+def test_the_draft_is_fed_no_id_that_it_has_no_row_for(narrow):
+    fed = []
+
+    def draft(tokens, kv, position):
+        fed.append(int(mx.max(tokens)))
+        return mx.zeros((*tokens.shape, 500)), kv
+
+    def target(tokens, kv, position):
+        return mx.zeros((*tokens.shape, 512)), kv
+
+    # a prompt may hold any row of the target, what is emitted is bounded by the tokenizer
+    state = DecodeState(
+        tokens=mx.array([[511] * 3 + [0] * 29], dtype=mx.int32),
+        length=mx.array([3], dtype=mx.int32),
+        limit=mx.array([20], dtype=mx.int32),
+        target_kv=(),
+        draft_kv=(),
+        key=mx.zeros((1, 2), dtype=mx.uint32),
+    )
+    config = StepConfig(width=4, vocab_size=490, narrow_draft=narrow)
+    drafted = Draft(forward=draft, vocab_size=500, context=64)
+    speculative_step(config, target, drafted, state, make_sampling(1, draft_k=3))
+    assert len(fed) == 3
+    assert max(fed) <= 499

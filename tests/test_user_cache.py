@@ -33,14 +33,17 @@ def test_a_compiled_kernel_is_kept_and_taken_again(tmp_path, monkeypatch):
 
     compiled = []
     monkeypatch.setattr(nvrtc, "_library", lambda: Library)
-    monkeypatch.setattr(nvrtc, "_compile", lambda _, source, options: compiled.append(source) or b"cubin")
+    monkeypatch.setattr(nvrtc, "_compile", lambda _, source, options: compiled.append(source) or b"\x7fELF cubin")
     for _ in range(2):
-        assert nvrtc.compile_cuda("source", ["-x"], tmp_path / "kernels") == b"cubin"
+        assert nvrtc.compile_cuda("source", ["-x"], tmp_path / "kernels") == b"\x7fELF cubin"
     assert compiled == ["source"]
     (kept,) = (tmp_path / "kernels").iterdir()
     assert kept.suffix == ".cubin"
+    kept.write_bytes(b"")  # torn
+    assert nvrtc.compile_cuda("source", ["-x"], tmp_path / "kernels") == kept.read_bytes() == b"\x7fELF cubin"
+    assert compiled == ["source", "source"]
     (tmp_path / "text").write_text("no folder")
-    assert nvrtc.compile_cuda("source", ["-x"], tmp_path / "text") == b"cubin"  # kept nowhere
+    assert nvrtc.compile_cuda("source", ["-x"], tmp_path / "text") == b"\x7fELF cubin"  # kept nowhere
 
 
 def test_without_a_home_the_shim_is_built_for_this_process(monkeypatch, tmp_path):

@@ -194,17 +194,21 @@ def _attention(
     values = write_slots(values, new_values.transpose(0, 2, 1, 3), window.slots)
     groups, live = heads // kv_heads, window.admitted.shape[-1]
     grouped = queries.reshape(batch, kv_heads, groups * width, size) if groups > 1 else queries  # -> [B, H, G W, D]
+    small = x.dtype == mx.float16  # ends at 65504: scaled and divided before a product, not behind it
+    grouped = grouped * size**-0.5 if small else grouped
     scores = (grouped @ keys[:, :, :live].swapaxes(-1, -2)).astype(mx.float32)  # [B, H, G W, L]
     # as powers of two; finite scores stay finite
-    scores = mx.where(window.admitted, scores * (size**-0.5 * LOG2_E), -mx.inf)
+    scores = mx.where(window.admitted, scores * (LOG2_E if small else size**-0.5 * LOG2_E), -mx.inf)
     # flat, or the subtraction's broadcast and the power are one kernel, which is not vectorised
     below = (scores - mx.max(scores, axis=-1, keepdims=True)).reshape(-1)
     weights = exp2(below).reshape(scores.shape)
     # all weights of a row are 0 where a score is not a number: then 0 / 0 tells
     total = mx.sum(weights, axis=-1, keepdims=True)
+    weights = weights / total if small else weights
     attended = weights.astype(values.dtype) @ values[:, :, :live]  # [B, H, G W, D]
     attended = attended.reshape(batch, heads, width, size).transpose(0, 2, 1, 3)  # -> [B, W, heads, D]
-    attended = attended / total.reshape(batch, heads, width, 1).transpose(0, 2, 1, 3)
+    if not small:
+        attended = attended / total.reshape(batch, heads, width, 1).transpose(0, 2, 1, 3)
     return layer.output(attended.astype(x.dtype).reshape(batch * width, heads * size)), keys, values
 
 

@@ -167,7 +167,7 @@ struct Item {  // what a block works on
     query_tile = tile % query_tiles;
     head = tile / query_tiles % KV_HEADS;
     row = tile / query_tiles / KV_HEADS;
-    position = in.position[row];
+    position = min(in.position[row], in.capacity);  // a draft may run on behind a row's end
     end = min(position + in.width, in.capacity);  // what lies behind is never emitted
     used = ceil_div(end, SPLIT_KEYS);
   }

@@ -203,7 +203,8 @@ def _most_tokens(shape: LlamaShape, device: Gpu) -> int:
         sums = 4 * 2 * (1 if rows > 16 else 2) * 8 * rows * 8
         inputs = rows * (shape.hidden + 32) * 2
         angles = rows * shape.head_size * 4
-        if sums + inputs + angles <= _shared_bytes(shape, device):
+        attention = 16 * 16 * (shape.head_size + 8) * 4 + 3 * 16 * 16 * 4 + 2 * 32 * 16 * 4 + 16  # AttentionShared
+        if sums + angles + max(inputs, attention) <= _shared_bytes(shape, device):
             return rows
     return 0
 

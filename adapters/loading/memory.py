@@ -79,13 +79,15 @@ class Forecast:
     """The caches of one row, of the same models."""
     rows: int
     capacity: int
+    copies: int = 0
+    """What a step copies of them and keeps until it is done."""
     free: int | None = attrs.field(factory=lambda: available_bytes())  # looked up when it is made
     """What the device can still take; None where nothing says."""
 
     @property
     def caches(self) -> int:
-        """All rows, and the one that a prompt is read into."""
-        return sum(self.kv) * (self.rows + 1)
+        """All rows, the one that a prompt is read into, and what a step copies."""
+        return sum(self.kv) * (self.rows + 1) + self.copies
 
     def check(self) -> None:
         """Refuse caches that cannot fit.
@@ -103,11 +105,12 @@ class Forecast:
             names = ("target", "draft")[: len(sizes)]
             return ", ".join(f"{name} {size / 1e9:.3f}" for name, size in zip(names, sizes, strict=True))
 
+        copies = f", {self.copies / 1e9:.3f} GB of it copies that a step makes" if self.copies else ""
         free = "unknown" if self.free is None else f"{self.free / 1e9:.2f} GB"
         return (
             f"memory: weights {sum(self.weights) / 1e9:.3f} GB ({parts(self.weights)}) | "
             f"caches {self.caches / 1e9:.3f} GB at B={self.rows}, C={self.capacity} and one more row to read a prompt "
-            f"into (a row: {parts(self.kv)}) | free beside the weights: {free}"
+            f"into (a row: {parts(self.kv)}){copies} | free beside the weights: {free}"
         )
 
 

@@ -37,6 +37,8 @@ class Model:
     kv_dtype: mx.Dtype
     variant: str = "module"
     """Which forward it is: "module" (mlx-lm's own) or one of variants.py. Bits may differ between them."""
+    copies_cache: bool = False
+    """Whether its forward reads the cache beside the write, which then copies it."""
     windows: tuple[int | None, ...] = ()
     """The sliding window of every layer, None for full attention."""
     family: str = "model"

@@ -13,6 +13,7 @@ from posttrainllm.kernel.errors import BackendError
 
 __all__ = ["Gpu", "compile_cuda", "gpu"]
 
+_ELF = b"\x7fELF"
 # of enum CUdevice_attribute
 _MULTIPROCESSORS, _MAJOR, _MINOR, _SHARED_BYTES = 16, 75, 76, 97
 
@@ -69,9 +70,12 @@ def compile_cuda(source: str, options: Sequence[str], folder: Path | None) -> by
         return _compile(nvrtc, source, options)
     kept = folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.cubin"
     try:
-        return kept.read_bytes()
+        found = kept.read_bytes()
     except OSError:
-        cubin = _compile(nvrtc, source, options)
+        found = b""
+    if found.startswith(_ELF):  # a file torn by a power failure is made anew
+        return found
+    cubin = _compile(nvrtc, source, options)
     write_whole(kept, cubin)  # where it is not kept, the next process compiles again
     return cubin
 

@@ -39,6 +39,7 @@ class _Variant:
     forward: Callable[[LlamaWeights, Runtime], Forward | None]
     """None where it cannot run this model on this machine."""
     kv_shapes: Callable[[LlamaShape], tuple[tuple[int, int, int], ...]] = _a_head_each
+    copies_cache: bool = False
 
 
 def _cpu(weights: LlamaWeights, runtime: Runtime) -> Forward | None:
@@ -64,7 +65,7 @@ def _cuda(weights: LlamaWeights, runtime: Runtime) -> Forward | None:
 # the first that fits is taken
 _VARIANTS = (
     _Variant(name="cpu", forward=_cpu),
-    _Variant(name="cuda", forward=_cuda, kv_shapes=one_buffer),
+    _Variant(name="cuda", forward=_cuda, kv_shapes=one_buffer, copies_cache=True),
     _Variant(name="fused", forward=lambda weights, runtime: fused_llama_forward(weights)),
 )
 
@@ -122,6 +123,7 @@ def model_from_weights(weights: LlamaWeights, *, name: str, dtype: str, context:
         context=context,
         kv_shapes=chosen.kv_shapes(weights.shape),
         kv_dtype=getattr(mx, dtype),
+        copies_cache=chosen.copies_cache,
         windows=(None,) * weights.shape.layers,
         family=weights.shape.family,
         weight_bytes=weights.nbytes,

@@ -1,7 +1,7 @@
 """Powers of two in plain arithmetic.
 
-MLX's `exp` on x86 is a call an element. This is fused into loops that the C++ compiler vectorises, and takes a quarter of
-the time. A GPU has the function in hardware, and would only launch more.
+MLX's `exp` on x86 is a call an element. This is fused into loops that the C++ compiler vectorises. A GPU has the
+function in hardware, and would only launch more.
 """
 
 import math

@@ -1,16 +1,14 @@
 """Powers of two in plain arithmetic.
 
-MLX's `exp` on x86 is a call an element. This is fused into loops that the C++ compiler vectorises, and takes a quarter
-of the time. A GPU has the function in hardware, and would only launch more.
+MLX's `exp` on x86 is a call an element. This is fused into loops that the C++ compiler vectorises. A GPU has the
+function in hardware, and would only launch more.
 """
-
-import math
 
 import mlx.core as mx
 
 __all__ = ["LOG2_E", "exp2"]
 
-LOG2_E = 1.0 / math.log(2.0)
+LOG2_E = 1.4426950408889634
 """exp(x) is exp2(x, LOG2_E)."""
 
 _ROUND = 1.5 * 2.0**23  # adding it rounds to an integer

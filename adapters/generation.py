@@ -154,7 +154,7 @@ class Generation:
     def _described(self) -> dict[str, Any]:
         """What a result says of the lengths that were chosen, and of a draft that does not pay."""
         lengths = {str(draft_k): count for draft_k, count in sorted(self._steps.items())}
-        chosen = {"draft_k": "auto", "steps": lengths} if self._auto else {}
+        chosen = {"policy": "auto", "steps": lengths} if self._auto else {}
         found = self.payoff()
         return chosen if found is None else {**chosen, "pays": found.pays, "speed_ratio": round(found.ratio, 3)}
 

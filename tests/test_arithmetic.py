@@ -118,5 +118,5 @@ def test_an_explanation_takes_the_exponentials_of_the_step(monkeypatch, arithmet
 def test_steps_on_an_x86_cpu_take_exponentials_in_arithmetic(runtime):
     on_x86 = runtime.device == "cpu" and platform.machine() == "x86_64"
     assert runtime.scalar_exp == on_x86
-    config = Engine(tiny_pair(draft="noisy"), capacity=16, width=3).config_for("sampled")
+    config = Engine(tiny_pair(draft="noisy"), capacity=16, width=3).compiled.config_for("sampled")
     assert config.arithmetic_exp == on_x86

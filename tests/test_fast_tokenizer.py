@@ -301,6 +301,9 @@ OTHERS = {
     "a space in front": ("bytes", {"add_prefix_space": True}),
     "a token that is not in tokenizer.json": ("bytes", {"eos_token": "<|new|>"}),
     "one more special token": ("bytes", {"additional_special_tokens": ["<|new|>"]}),
+    "one more by name": ("bytes", {"extra_special_tokens": {"image": "<|new|>"}}),
+    "a list that is none": ("bytes", {"additional_special_tokens": {"a": "<|new|>"}}),
+    "flags without a type": ("bytes", {"eos_token": {"content": "<|endoftext|>"}}),
     "a piece made special": ("bytes", {"pad_token": "a"}),
     "an added token made special": ("bytes, added tokens", {"pad_token": "<think>"}),
     "an added token with other flags": (

@@ -214,8 +214,8 @@ def test_a_draft_cache_one_behind_costs_acceptance_and_nothing_else(monkeypatch)
     plant(
         monkeypatch,
         draft.propose,
-        "first=index == 0), kv, start)",
-        "first=index == 0), kv, mx.maximum(start - 1, 0))",
+        "committed=index <= back), kv, start)",
+        "committed=index <= back), kv, mx.maximum(start - 1, 0))",
     )
     behind = gated(tiny_pair(draft="same"))
     assert behind.verdict == right.verdict != "broken"

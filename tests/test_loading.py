@@ -347,3 +347,11 @@ def test_a_chat_template_is_applied(checkpoint):
 def test_a_model_that_is_no_path_is_a_usage_error(path):
     with pytest.raises(UsageError, match="expected the path of a directory"):
         load_pair(path)
+
+
+def test_more_layers_than_tensors_are_refused_before_any_is_built(tiny_checkpoint, tmp_path):
+    path = shutil.copytree(tiny_checkpoint, tmp_path / "model")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 10**9}))
+    with pytest.raises(CheckpointError, match="num_hidden_layers: got 1000000000, expected at most"):
+        read_checkpoint(path)

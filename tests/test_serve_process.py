@@ -371,3 +371,37 @@ def test_an_answer_that_takes_too_long_ends_with_504_and_frees_its_row(tmp_path)
         assert (error["error"]["code"], done) == ("timeout", "[DONE]")
         wait_for(lambda: server.get("/health").json()["slots"]["busy"] == 0)
         assert len(re.findall(r"timed out, \d+ \+ 0 tokens", server.log)) == 2
+
+
+INTERRUPTED = """
+import os, signal, sys
+class Stream:
+    # as a buffered stream does: a write that interrupts another one raises
+    def __init__(self, under):
+        self.under, self.busy = under, False
+    def write(self, text):
+        if self.busy:
+            raise RuntimeError("reentrant call")
+        self.busy = True
+        try:
+            self.under.write(text)
+            if " serving " in text:
+                os.kill(os.getpid(), signal.SIGTERM)
+        finally:
+            self.busy = False
+    def flush(self):
+        self.under.flush()
+    def __getattr__(self, name):
+        return getattr(self.under, name)
+sys.stderr = Stream(sys.stderr)
+from posttrainllm.adapters.cli import cli
+cli.main(sys.argv[1:])
+"""
+
+
+def test_a_signal_in_the_middle_of_a_line_of_the_log_stops_the_server(tmp_path):
+    server = ServerProcess(tmp_path, *CONTEXT, "--gate", "off", program=INTERRUPTED)
+    try:
+        assert server.process.wait(timeout=120) == 0, server.log
+    finally:
+        server.process.kill()

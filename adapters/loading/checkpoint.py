@@ -86,9 +86,13 @@ def _read_checkpoint(path: Path) -> Checkpoint:
     if not (path / "tokenizer.json").is_file():
         raise CheckpointError(f"{path}: tokenizer.json is missing")
     by_dtype: dict[str, int] = {}
+    tensors = 0
     for file in _weight_files(path):
-        for dtype, size in _read_header(file).items():
+        sizes, count = _read_header(file)
+        tensors += count
+        for dtype, size in sizes.items():
             by_dtype[dtype] = by_dtype.get(dtype, 0) + size
+    _check_layers(path, config, tensors)
     floats = {name: by_dtype[code] for code, name in _FLOATS.items() if code in by_dtype}
     if not floats:
         raise CheckpointError(f"{path}: got tensors of {sorted(by_dtype)}, expected some of {sorted(_FLOATS)}")
@@ -145,8 +149,19 @@ def _weight_files(path: Path) -> list[Path]:
     return files
 
 
-def _read_header(file: Path) -> dict[str, int]:
-    """Bytes of tensors by dtype code, after holding the header against the file's size."""
+def _check_layers(path: Path, config: dict[str, Any], tensors: int) -> None:
+    """Refuse more layers than there are tensors: building them all would take the machine's memory before it fails."""
+    nested = config.get("text_config")
+    for scope in (config, nested if isinstance(nested, dict) else {}):
+        layers = scope.get("num_hidden_layers")
+        if isinstance(layers, (int, float)) and layers > tensors:
+            raise CheckpointError(
+                f"{path}/config.json: num_hidden_layers: got {layers!r}, expected at most {tensors}, one a tensor"
+            )
+
+
+def _read_header(file: Path) -> tuple[dict[str, int], int]:
+    """Bytes of tensors by dtype code and how many tensors, after holding the header against the file's size."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         prefix = stream.read(8)
@@ -165,7 +180,7 @@ def _read_header(file: Path) -> dict[str, int]:
             raise CheckpointError(f"{file}: its header is not that of a safetensors file") from None
     if size != 8 + length + end:
         raise CheckpointError(f"{file}: torn: got {size} bytes, expected {8 + length + end}")
-    return by_dtype
+    return by_dtype, len(tensors)
 
 
 def _context(path: Path, config: dict[str, Any]) -> int | None:

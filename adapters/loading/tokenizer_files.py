@@ -77,6 +77,10 @@ def read_tokenizer_files(checkpoint: Checkpoint) -> TokenizerFiles | None:
     if any((path / name).exists() for name in _OTHER_FILES):
         return None
     config = read_json(path / "tokenizer_config.json")
+    # transformers refuses a token with flags that does not say what it is
+    tokens = [value for name, value in config.items() if name.endswith("_token")]
+    if any(isinstance(token, dict) and "__type" not in token for token in tokens):
+        return None
     legacy = path / "special_tokens_map.json"
     if "added_tokens_decoder" not in config and legacy.is_file():  # it has the last word then
         config |= read_json(legacy)
@@ -170,8 +174,12 @@ def _check_added(
 ) -> None:
     """Refuse tokens that would be added to those of tokenizer.json, or, where complete, some that would be left out."""
     added = core.get_added_tokens_decoder()
-    lists = [config.get(name) or [] for name in ("additional_special_tokens", "extra_special_tokens")]
-    named = {*special.values(), *(_content(token) for tokens in lists if isinstance(tokens, list) for token in tokens)}
+    lists = [config.get("additional_special_tokens") or [], config.get("extra_special_tokens") or []]
+    if isinstance(lists[1], dict):  # by name, whatever the names
+        lists[1] = list(lists[1].values())
+    if not all(isinstance(tokens, list) for tokens in lists):
+        raise _OtherError
+    named = {*special.values(), *(_content(token) for tokens in lists for token in tokens)}
     if not named <= {token.content for token in added.values() if token.special}:
         raise _OtherError
     listed = config.get("added_tokens_decoder")

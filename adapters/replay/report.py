@@ -67,7 +67,7 @@ def outcome_lines(outcome: Outcome, trace: Trace, tokenizer: Tokenizer, *, compi
     assert outcome.view is not None, "a step that differs is explained"
     return [
         *describe_divergence(outcome.divergence, outcome.view, trace, tokenizer),
-        f"{steps} as recorded, {outcome.tokens} ids: {run}" if outcome.matched else f"the first one run: {run}",
+        f"{steps} as recorded, {outcome.tokens} ids: {run}" if outcome.matched else f"no step before it; {run}",
     ]
 
 

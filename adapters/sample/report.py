@@ -40,7 +40,7 @@ def _lengths(result: Result) -> str:
     if steps is None:
         return f"K={result.draft_k}"
     total = sum(steps.values())
-    shares = ", ".join(f"{draft_k} in {count / total:.0%}" for draft_k, count in steps.items())
+    shares = ", ".join(f"{draft_k} in {count / total:.1%}" for draft_k, count in steps.items())
     return f"K=auto: {shares or 'none'} of the steps"
 
 

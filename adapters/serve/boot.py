@@ -132,7 +132,7 @@ def _curves(pair: Pair, shape: Shape) -> dict[Mode, Curve]:
     costs = CostShape(
         rows=shape.rows, capacity=shape.capacity, width=shape.width, draft_ks=choices_up_to(shape.draft_k)
     )
-    LOGGER.info("--draft-k auto: what steps cost here is measured, or was before")
+    LOGGER.info("--draft-k auto: what steps cost is read from the user's cache, or measured now")
     return curves_for(pair, costs, ("greedy", "sampled"))
 
 

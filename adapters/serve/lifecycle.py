@@ -113,12 +113,9 @@ def serve_until_stopped(options: ServeOptions, listener: socket.socket, *, cors_
         if server.should_exit:  # a second signal does not wait
             scheduler.admission.close()
         else:
-            LOGGER.info(
-                "stopping: %d choices under way and %d waiting have %d s; a second signal ends them",
-                *scheduler.admission.counts,
-                _DRAIN_S,
-            )
             deadline.start()
+            # not from here: this may interrupt the writing of another line, and what that raises would end up there
+            threading.Thread(target=_say_stopping, args=scheduler.admission.counts, daemon=True).start()
         server.should_exit = True
 
     previous = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
@@ -149,6 +146,13 @@ def _config(app: Starlette) -> uvicorn.Config:
         ws="none",
         server_header=False,
         timeout_graceful_shutdown=_DRAIN_S + _CUT_S,
+    )
+
+
+def _say_stopping(under_way: int, waiting: int) -> None:
+    LOGGER.info(
+        "stopping: %d choices under way and %d waiting have %d s; a second signal ends them",
+        *(under_way, waiting, _DRAIN_S),
     )
 
 

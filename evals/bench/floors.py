@@ -59,7 +59,7 @@ def _of_rounds(result: dict[str, Any], repeats: Sequence[Sequence[Round]]) -> It
         return wanted if on_gpu else ()
 
     def cpu(*wanted: float) -> tuple[float, ...]:
-        return () if on_gpu else wanted
+        return () if on_gpu or result.get("simulated") else wanted  # they are of the embedded pair
 
     found = [
         ratio(f"speculative, K={k} / faster plain", own, plain(*SAME_PROCESS), *gpu(1.4, 2.5)),

@@ -1,4 +1,4 @@
-"""What a model directory holds, checked before any weight is read.
+"""What a model directory or a `.tinygpt` file holds, checked before any weight is read.
 
 MLX maps weights lazily, so a torn file would surface in the middle of a run. Every header is read here and held
 against the file's size.
@@ -13,6 +13,7 @@ from typing import Any
 
 import attrs
 
+from posttrainllm.adapters.loading.tinygpt_header import TinyGptHeader, is_tinygpt, read_header
 from posttrainllm.kernel.errors import CheckpointError, PosttrainllmError
 
 __all__ = ["Checkpoint", "read_checkpoint", "read_json", "readable"]
@@ -25,7 +26,7 @@ _FLOATS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 @attrs.frozen(kw_only=True)
 class Checkpoint:
-    """A model directory in Hugging Face / mlx-lm layout."""
+    """A model directory in Hugging Face / mlx-lm layout, or a `.tinygpt` file."""
 
     path: Path
     config: dict[str, Any]
@@ -38,6 +39,8 @@ class Checkpoint:
     quantized: bool
     float_bytes: dict[str, int]
     """Bytes of `weight_bytes` that are floating, by dtype; the others are packed integers."""
+    native: TinyGptHeader | None = None
+    """Of a `.tinygpt` file, whose `config` names the family alone; None of a directory."""
 
 
 @contextmanager
@@ -63,22 +66,25 @@ def readable(path: Path, problem: str) -> Iterator[None]:
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Check a model directory and describe it.
+    """Check a model and describe it.
 
     Args:
-        path: a directory with config.json, tokenizer.json and model*.safetensors.
+        path: a directory with config.json, tokenizer.json and model*.safetensors, or a `.tinygpt` file.
 
     Returns:
         The description; no weight is read.
 
     Raises:
         CheckpointError: something is missing, torn or inconsistent; the text names the file, got and expected.
+        UnsupportedModelError: a `.tinygpt` file asks for what is not implemented.
     """
     with readable(path, "cannot be read"):
         return _read_checkpoint(path)
 
 
 def _read_checkpoint(path: Path) -> Checkpoint:
+    if is_tinygpt(path):
+        return _described(read_header(path))
     if not path.is_dir():
         found = "a file" if path.exists() else "nothing there"
         raise CheckpointError(f"{path}: got {found}, expected a model directory, or an id of the hub: owner/name")
@@ -104,6 +110,19 @@ def _read_checkpoint(path: Path) -> Checkpoint:
         context=_context(path, config),
         quantized="quantization" in config or "quantization_config" in config,
         float_bytes=floats,
+    )
+
+
+def _described(header: TinyGptHeader) -> Checkpoint:
+    return Checkpoint(
+        path=header.path,
+        config={"model_type": "tinygpt"},
+        weight_bytes=header.weight_bytes,
+        dtype=header.dtype,
+        context=header.context,
+        quantized=False,
+        float_bytes={header.dtype: header.weight_bytes},
+        native=header,
     )
 
 

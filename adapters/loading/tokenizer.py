@@ -85,10 +85,10 @@ class Tokenizer:
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
-    """Load the tokenizer of a checked directory.
+    """Load the tokenizer of a checked model.
 
     Args:
-        checkpoint: the directory.
+        checkpoint: a directory, or a file that names one or whose tokens are bytes.
 
     Returns:
         The tokenizer.
@@ -97,9 +97,14 @@ def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
         CheckpointError: its files cannot be used.
     """
     from posttrainllm.adapters.loading.fast_tokenizer import fast_backend
+    from posttrainllm.adapters.loading.native_tokenizer import native_tokenizer
 
     with readable(checkpoint.path, "its tokenizer cannot be read"):
-        backend: Any = fast_backend(checkpoint)
+        backend: Any = None
+        if checkpoint.native is not None:
+            checkpoint, backend = native_tokenizer(checkpoint)
+        if backend is None:
+            backend = fast_backend(checkpoint)
         if backend is None:
             from mlx_lm.tokenizer_utils import load  # pulls in transformers: seconds
 

@@ -14,13 +14,17 @@ from posttrainllm.adapters.loading.checkpoint import Checkpoint, readable
 from posttrainllm.adapters.loading.cpu_llama import cpu_llama_forward
 from posttrainllm.adapters.loading.cuda_llama import cuda_llama_forward, one_buffer, unsupported
 from posttrainllm.adapters.loading.fused_llama import fused_llama_forward
+from posttrainllm.adapters.loading.gpt import GptWeights
+from posttrainllm.adapters.loading.gpt_forward import gpt_forward
+from posttrainllm.adapters.loading.gpt_reader import read_exported
 from posttrainllm.adapters.loading.llama import LlamaShape, LlamaWeights
 from posttrainllm.adapters.loading.llama_reader import read_llama
 from posttrainllm.adapters.loading.module import Model, load_module, model_from_module
 from posttrainllm.adapters.loading.nvrtc import gpu
+from posttrainllm.adapters.loading.tinygpt_reader import read_tinygpt
 from posttrainllm.adapters.runtime import LOGGER, Runtime, start
 from posttrainllm.adapters.user_cache import user_cache
-from posttrainllm.kernel.errors import BackendError
+from posttrainllm.kernel.errors import BackendError, UnsupportedModelError
 from posttrainllm.kernel.forward import Forward
 
 __all__ = ["load_model", "model_from_weights"]
@@ -74,10 +78,10 @@ def load_model(checkpoint: Checkpoint, *, name: str, dtype: str, forward: str = 
     """Load a checkpoint and choose its forward.
 
     Args:
-        checkpoint: a checked directory.
-        name: for messages, and to find the directory again.
+        checkpoint: a checked directory or file.
+        name: for messages, and to find it again.
         dtype: "float32", "float16" or "bfloat16".
-        forward: "auto" takes a forward of ours where the model is of the Llama shape, "module" mlx-lm's module.
+        forward: "auto" takes a forward of ours where there is one for the model, "module" mlx-lm's module.
 
     Returns:
         The model, its weights in memory.
@@ -87,8 +91,17 @@ def load_model(checkpoint: Checkpoint, *, name: str, dtype: str, forward: str = 
         UnsupportedModelError: nothing here can run the architecture.
     """
     context = checkpoint.context or 0
+    if checkpoint.native is not None and forward != "auto":
+        raise UnsupportedModelError(
+            f"{checkpoint.path}: --forward {forward}: got a .tinygpt file, expected auto for it"
+        )
     if forward == "auto":
         with readable(checkpoint.path, "its weights cannot be read"):
+            if checkpoint.native is not None:
+                return _gpt_model(read_tinygpt(checkpoint.native, dtype), name=name, dtype=dtype)
+            exported = read_exported(checkpoint, dtype)
+            if exported is not None:
+                return _gpt_model(exported, name=name, dtype=dtype)
             weights = read_llama(checkpoint, dtype)
         if weights is not None:
             model = model_from_weights(weights, name=name, dtype=dtype, context=context)
@@ -96,6 +109,24 @@ def load_model(checkpoint: Checkpoint, *, name: str, dtype: str, forward: str = 
     module = load_module(checkpoint, dtype)
     with readable(checkpoint.path, "config.json describes no model that runs"):
         return model_from_module(module, name=name, dtype=dtype, context=context)
+
+
+def _gpt_model(weights: GptWeights, *, name: str, dtype: str) -> Model:
+    """A GPT with learned positions: one forward on every device, and no module of mlx-lm that could be compiled."""
+    shape = weights.shape
+    return Model(
+        forward=gpt_forward(weights),
+        variant="gpt",
+        name=name,
+        dtype=dtype,
+        vocab_size=shape.vocab_size,
+        context=shape.context,
+        kv_shapes=((shape.heads, shape.head_size, shape.head_size),) * shape.layers,
+        kv_dtype=getattr(mx, dtype),
+        windows=(None,) * shape.layers,
+        family=shape.family,
+        weight_bytes=weights.nbytes,
+    )
 
 
 def model_from_weights(weights: LlamaWeights, *, name: str, dtype: str, context: int) -> Model:

@@ -10,7 +10,6 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from posttrainllm.adapters.loading.native_tokenizer import byte_tokenizer, tokenizer_folder
 from posttrainllm.adapters.loading.tinygpt_header import is_tinygpt, read_header
 from posttrainllm.kernel.errors import CheckpointError
 
@@ -56,7 +55,9 @@ def tokenizer_fingerprint(path: str | Path) -> str:
         CheckpointError: there is nothing to hash, or it cannot be read.
     """
     path = Path(path)
-    if not path.is_dir() and is_tinygpt(path):
+    if is_tinygpt(path):
+        from posttrainllm.adapters.loading.native_tokenizer import byte_tokenizer, tokenizer_folder
+
         folder = tokenizer_folder(read_header(path))
         if folder is None:  # bytes are the same in every file
             return f"sha256:{hashlib.sha256(byte_tokenizer().to_str().encode()).hexdigest()}"

@@ -142,7 +142,7 @@ def _parts(layer: GptLayer) -> dict[str, Norm | Linear]:
 
 
 def _shape(checkpoint: Checkpoint) -> GptShape:
-    values = {field: checkpoint.config.get(name) for name, field in _SIZES.items()}
+    values: dict[str, Any] = {field: checkpoint.config.get(name) for name, field in _SIZES.items()}
     eps = checkpoint.config.get("layer_norm_epsilon")
     bad = [name for name, field in _SIZES.items() if type(values[field]) is not int or values[field] < 1]
     if bad or type(eps) is not float or not 0 < eps < 1:

@@ -92,9 +92,7 @@ def load_model(checkpoint: Checkpoint, *, name: str, dtype: str, forward: str = 
     """
     context = checkpoint.context or 0
     if checkpoint.native is not None and forward != "auto":
-        raise UnsupportedModelError(
-            f"{checkpoint.path}: --forward {forward}: got a .tinygpt file, expected auto for it"
-        )
+        raise UnsupportedModelError(f"{checkpoint.path}: --forward: got {forward} for a .tinygpt file, expected auto")
     if forward == "auto":
         with readable(checkpoint.path, "its weights cannot be read"):
             if checkpoint.native is not None:

@@ -133,7 +133,7 @@ def test_a_file_is_known_by_how_it_begins_whatever_its_name(tmp_path):
 
 def test_a_missing_file_is_said_to_be_missing_and_not_looked_for_on_the_hub(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(CheckpointError, match="some/model.tinygpt: got nothing there"):
+    with pytest.raises(CheckpointError, match=r"some/model\.tinygpt: got nothing there"):
         load_pair("some/model.tinygpt")
 
 
@@ -333,7 +333,7 @@ def test_serve_takes_files_and_gives_the_text_of_sample(files, tmp_path):
 
 
 def test_mlx_lms_module_is_refused_for_a_file(files):
-    with pytest.raises(UnsupportedModelError, match="got module for a .tinygpt file, expected auto"):
+    with pytest.raises(UnsupportedModelError, match=r"got module for a \.tinygpt file, expected auto"):
         load_pair(files / "target.tinygpt", forward="module")
 
 

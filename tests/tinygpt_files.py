@@ -32,7 +32,7 @@ def tensor_names(sizes: dict) -> dict[str, list[int]]:
 
 
 def random_weights(sizes: dict, *, seed: int) -> dict[str, np.ndarray]:
-    """float32 arrays in the shapes of a manifest, each value one that float16 holds, so that both layouts can say it."""
+    """float32 arrays in the shapes of a manifest, each value one that float16 holds, as both layouts need it."""
     generator = np.random.default_rng(seed)
     weights = {}
     for name, shape in tensor_names(sizes).items():

@@ -158,7 +158,7 @@ def _weight_files(path: Path) -> list[Path]:
         names = sorted({str(name) for name in weight_map.values()})
         missing = [name for name in names if not (path / name).is_file()]
         if missing:
-            raise CheckpointError(f"{path}: {missing[0]} is missing, {index.name} names it")
+            raise CheckpointError(f"{path}: {missing[0]:.200} is missing, {index.name} names it")
     files = sorted(path.glob("model*.safetensors"))
     if not files:
         raise CheckpointError(f"{path}: got no model*.safetensors, expected at least one")
@@ -175,7 +175,7 @@ def _check_layers(path: Path, config: dict[str, Any], tensors: int) -> None:
         layers = scope.get("num_hidden_layers")
         if isinstance(layers, (int, float)) and layers > tensors:
             raise CheckpointError(
-                f"{path}/config.json: num_hidden_layers: got {layers!r}, expected at most {tensors}, one a tensor"
+                f"{path}/config.json: num_hidden_layers: got {layers!r:.100}, expected at most {tensors}, one a tensor"
             )
 
 
@@ -219,5 +219,5 @@ def _context(path: Path, config: dict[str, Any]) -> int | None:
 
 def _checked_context(path: Path, name: str, value: Any) -> int:
     if not isinstance(value, int) or value < 2:
-        raise CheckpointError(f"{path}/config.json: {name}: got {value!r}, expected a whole number from 2 up")
+        raise CheckpointError(f"{path}/config.json: {name}: got {value!r:.100}, expected a whole number from 2 up")
     return min(value, _MOST_POSITIONS)

@@ -126,7 +126,9 @@ def read_exported(checkpoint: Checkpoint, dtype: str) -> GptWeights | None:
         norm=norm("transformer.ln_f"),
     )
     if arrays:
-        raise CheckpointError(f"{checkpoint.path}: got a tensor {min(arrays)!r}, expected those of config.json alone")
+        raise CheckpointError(
+            f"{checkpoint.path}: got a tensor {min(arrays)!r:.200}, expected those of config.json alone"
+        )
     return weights
 
 
@@ -148,7 +150,7 @@ def _shape(checkpoint: Checkpoint) -> GptShape:
     if bad or type(eps) is not float or not 0 < eps < 1:
         name = (bad or ["layer_norm_epsilon"])[0]
         got = checkpoint.config.get(name)
-        raise CheckpointError(f"{checkpoint.path}/config.json: {name}: got {got!r}, expected a number above 0")
+        raise CheckpointError(f"{checkpoint.path}/config.json: {name}: got {got!r:.100}, expected a number above 0")
     shape = GptShape(norm_eps=eps, family="gpt_bigcode", **values)
     if shape.hidden % shape.heads:
         raise CheckpointError(

@@ -210,7 +210,9 @@ def _check_traceable(model: Model) -> None:
 def _translate(path: Path, config: dict[str, Any], error: Exception) -> CheckpointError | UnsupportedModelError:
     text = " ".join(str(error).split())
     if isinstance(error, ValueError) and "not supported" in text:
-        return UnsupportedModelError(f"{path}: model_type {config.get('model_type')!r} is not one that mlx-lm knows")
+        return UnsupportedModelError(
+            f"{path}: model_type {config.get('model_type')!r:.100} is not one that mlx-lm knows"
+        )
     if isinstance(error, TypeError) and "required positional" in text:
         return CheckpointError(f"{path}/config.json: lacks {text.rsplit(':', 1)[-1].strip()}")
     if isinstance(error, KeyError):

@@ -133,5 +133,5 @@ def _eos_ids(path: Path, config: dict[str, Any]) -> set[int]:
     value = config.get("eos_token_id")
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if not all(type(index) is int and index >= 0 for index in ids):  # a bool is an int, too
-        raise CheckpointError(f"{path}: eos_token_id: got {value!r}, expected an id or a list of ids")
+        raise CheckpointError(f"{path}: eos_token_id: got {value!r:.100}, expected an id or a list of ids")
     return set(ids)

@@ -26,6 +26,7 @@ from posttrainllm.adapters.engine import Engine
 from posttrainllm.adapters.gate import plan as plan_module
 from posttrainllm.adapters.loading.checkpoint import read_checkpoint
 from posttrainllm.adapters.loading.fingerprint import tokenizer_fingerprint
+from posttrainllm.adapters.loading.gpt_forward import gpt_forward
 from posttrainllm.adapters.loading.pair import embedded_path, load_pair
 from posttrainllm.adapters.loading.tinygpt_reader import read_tinygpt
 from posttrainllm.adapters.rows import RowRequest
@@ -221,6 +222,18 @@ def test_it_decodes_to_the_last_position_of_the_context(files):
     prompt = [index % 256 for index in range(200)]
     ids = decode(pair, [prompt], width=5, count=56, capacity=512)
     assert ids == decode(without_draft(pair), [prompt], width=5, count=56, capacity=512)
+
+
+def test_a_position_behind_the_context_takes_the_last_ones_embedding(tmp_path):
+    """MLX checks no index of a gather: the end of a window would be looked up in memory of something else."""
+    header = read_checkpoint(save_tinygpt(tmp_path / "model.tinygpt")).native
+    weights = read_tinygpt(header, "float32")
+    rows = mx.concatenate([weights.positions, mx.broadcast_to(weights.positions[-1:], (10**5, 32))])
+    longer = attrs.evolve(weights, positions=rows, shape=attrs.evolve(weights.shape, context=64 + 10**5))
+    model = load_pair(header.path).target
+    for start in (60, 64, 90_000):
+        arguments = mx.array([IDS[:8]], dtype=mx.int32), model.make_kv(1, 256), mx.array([start], dtype=mx.int32)
+        assert mx.array_equal(gpt_forward(weights)(*arguments)[0], gpt_forward(longer)(*arguments)[0])
 
 
 # its tokenizer

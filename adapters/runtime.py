@@ -12,7 +12,7 @@ import attrs
 from posttrainllm.adapters.loading.blas import compiler, load_blas
 from posttrainllm.kernel.errors import BackendError
 
-__all__ = ["LOGGER", "Runtime", "start"]
+__all__ = ["LOGGER", "Runtime", "compile_obstacle", "start"]
 
 LOGGER = logging.getLogger("posttrainllm")
 
@@ -81,7 +81,7 @@ def _start() -> Runtime:
         raise BackendError(f"MLX cannot be imported ({str(error).splitlines()[0]}); {hint}") from None
     on_gpu = mx.default_device().type == mx.DeviceType.gpu
     problems = []
-    obstacle = None if on_gpu or sys.platform == "darwin" else _compile_obstacle()
+    obstacle = None if on_gpu or sys.platform == "darwin" else compile_obstacle()
     if obstacle is not None:
         mx.disable_compile()  # mlx-lm's own modules compile small functions too
         problems.append(f"{obstacle}, the CPU backend runs uncompiled and slower")
@@ -100,8 +100,10 @@ def _start() -> Runtime:
     )
 
 
-def _compile_obstacle() -> str | None:
-    """Why MLX cannot build kernels for the CPU: it calls g++ and keeps them in the temporary directory."""
+def compile_obstacle() -> str | None:
+    """Why MLX cannot build kernels for the CPU, None where it can: it calls g++ and keeps them in the temporary
+    directory.
+    """
     if compiler() is None:
         return "no C++ compiler (g++)"
     folder = Path(os.environ.get("TMPDIR") or "/tmp")

@@ -16,7 +16,7 @@ from posttrainllm.kernel.errors import CheckpointError, UsageError
 if TYPE_CHECKING:  # it imports MLX, and the BLAS must come first
     from posttrainllm.adapters.loading.module import Model
 
-__all__ = ["DTYPES", "FORWARDS", "Pair", "embedded_path", "load_pair"]
+__all__ = ["DTYPES", "FORWARDS", "Pair", "embedded_path", "load_pair", "resolve_dtype"]
 
 _Compiled = TypeVar("_Compiled")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
@@ -116,7 +116,7 @@ def load_pair(
     names = [model if model is not None else embedded_path(_EMBEDDED_TARGET)]
     names += [draft_model] if draft_model is not None else []
     checkpoints = [read_checkpoint(locate(name)) for name in names]
-    dtypes = [_resolve_dtype(dtype, checkpoint, runtime) for checkpoint in checkpoints]
+    dtypes = [resolve_dtype(dtype, checkpoint, runtime) for checkpoint in checkpoints]
     check_weights(checkpoints, dtypes)
     tokenizers = [load_tokenizer(checkpoint) for checkpoint in checkpoints]
     models = [
@@ -132,7 +132,17 @@ def load_pair(
     return Pair(target=models[0], draft=models[1], tokenizer=tokenizers[0], runtime=runtime, reason=None, notes=notes)
 
 
-def _resolve_dtype(dtype: str, checkpoint: Checkpoint, runtime: Runtime) -> str:
+def resolve_dtype(dtype: str, checkpoint: Checkpoint, runtime: Runtime) -> str:
+    """What a checkpoint's weights are cast to.
+
+    Args:
+        dtype: one of DTYPES.
+        checkpoint: of the model.
+        runtime: of this process.
+
+    Returns:
+        "float32", "float16" or "bfloat16".
+    """
     if dtype != "auto":
         return dtype
     if runtime.device == "cpu" and (runtime.fast_float32 or checkpoint.quantized):

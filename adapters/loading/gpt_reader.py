@@ -5,7 +5,7 @@ forward reads the same directory. A config without our mark is another writer's,
 names: transformers orders the rows of `c_attn` by heads.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import mlx.core as mx
@@ -88,19 +88,9 @@ def read_exported(checkpoint: Checkpoint, dtype: str) -> GptWeights | None:
     if any(config.get(name) != value for name, value in {**_FIXED, **_MARK}.items()):
         return None
     shape = _shape(checkpoint)
-    arrays: dict[str, mx.array] = {}
-    for file in sorted(checkpoint.path.glob("model*.safetensors")):
-        arrays |= mx.load(str(file))  # type: ignore[arg-type] # a safetensors file is a dictionary
     size, mlp = shape.hidden, shape.mlp
-
-    def take(name: str, *expected: int) -> mx.array:
-        array = arrays.pop(name, None)
-        if array is None or tuple(array.shape) != expected or not mx.issubdtype(array.dtype, mx.floating):
-            got = "nothing" if array is None else f"{array.dtype} {list(array.shape)}"
-            raise CheckpointError(f"{checkpoint.path}: {name}: got {got}, expected floats {list(expected)}")
-        array = array.astype(getattr(mx, dtype))
-        mx.eval(array)
-        return array
+    arrays = _load(checkpoint)
+    take = _taker(checkpoint, arrays, getattr(mx, dtype))
 
     def norm(name: str) -> Norm:
         return Norm(weight=take(f"{name}.weight", size), bias=take(f"{name}.bias", size))
@@ -126,10 +116,31 @@ def read_exported(checkpoint: Checkpoint, dtype: str) -> GptWeights | None:
         norm=norm("transformer.ln_f"),
     )
     if arrays:
-        raise CheckpointError(
-            f"{checkpoint.path}: got a tensor {min(arrays)!r:.200}, expected those of config.json alone"
-        )
+        raise CheckpointError(f"{checkpoint.path}: got a tensor {min(arrays)!r:.200}, expected those of config.json")
     return weights
+
+
+def _load(checkpoint: Checkpoint) -> dict[str, mx.array]:
+    """Every tensor by name, none of them read yet."""
+    arrays: dict[str, mx.array] = {}
+    for file in sorted(checkpoint.path.glob("model*.safetensors")):
+        arrays |= mx.load(str(file))  # type: ignore[arg-type] # a safetensors file is a dictionary
+    return arrays
+
+
+def _taker(checkpoint: Checkpoint, arrays: dict[str, mx.array], dtype: mx.Dtype) -> Callable[..., mx.array]:
+    """A function from a name and a shape to the tensor in memory, which is taken out of the arrays."""
+
+    def take(name: str, *expected: int) -> mx.array:
+        array = arrays.pop(name, None)
+        if array is None or tuple(array.shape) != expected or not mx.issubdtype(array.dtype, mx.floating):
+            got = "nothing" if array is None else f"{array.dtype} {list(array.shape)}"
+            raise CheckpointError(f"{checkpoint.path}: {name}: got {got}, expected floats {list(expected)}")
+        array = array.astype(dtype)
+        mx.eval(array)
+        return array
+
+    return take
 
 
 def _parts(layer: GptLayer) -> dict[str, Norm | Linear]:

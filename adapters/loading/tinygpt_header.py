@@ -70,8 +70,11 @@ def is_tinygpt(path: Path) -> bool:
         return False
     if path.suffix == ".tinygpt":
         return True
-    with path.open("rb") as stream:
-        return stream.read(len(_MAGIC)) == _MAGIC
+    try:
+        with path.open("rb") as stream:
+            return stream.read(len(_MAGIC)) == _MAGIC
+    except OSError:  # what may not be read is said by whoever reads it
+        return False
 
 
 def read_header(path: Path) -> TinyGptHeader:

@@ -2,14 +2,17 @@
 
 import contextlib
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from posttrainllm.adapters.loading.hub import locate
 from posttrainllm.adapters.loading.pair import Pair
+from posttrainllm.adapters.loading.tinygpt_header import is_tinygpt
 from posttrainllm.evals.bench.child import ChildContender, running_child
 from posttrainllm.evals.bench.contenders import Contender, Engines, contenders_for
 from posttrainllm.evals.bench.extras import Extras
 from posttrainllm.evals.bench.measure import outputs, references
 from posttrainllm.evals.bench.simulated import Script
+from posttrainllm.kernel.errors import UsageError
 
 __all__ = ["all_contenders", "expected_outputs"]
 
@@ -46,6 +49,11 @@ def all_contenders(
     by_engine: dict[Engines, Mapping[int, Script]] = {"posttrainllm": scripts(), "mlx-lm": scripts()}
     contenders = contenders_for(pair, draft_ks, capacity=capacity, mlx_lm=mlx_lm, scripts=by_engine)
     paths = [str(locate(model.name)) for model in (pair.target, pair.draft) if model is not None]
+    native = [path for path in paths if is_tinygpt(Path(path))]
+    if native and (extras.as_installed or extras.transformers):
+        raise UsageError(
+            f"--as-installed, --transformers: got {native[0]}, expected a directory; export-mlx writes one for mlx-lm"
+        )
     for dtype in extras.as_installed:
         arguments = [paths[0], "--dtype", dtype] + (["--draft-model", paths[1]] if draft_ks else [])
         child = stack.enter_context(running_child("mlx-lm as installed", "child_mlx_lm", arguments))

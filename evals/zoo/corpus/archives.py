@@ -13,7 +13,7 @@ import click
 
 __all__ = ["read_files"]
 
-_LARGEST = 4_000_000  # bytes of a file that is looked at: past that it is data
+_LARGEST = 16_000_000  # bytes of a file that is looked at: past that it is data
 _AR_MAGIC, _AR_HEADER = b"!<arch>\n", 60
 
 
@@ -26,8 +26,8 @@ def read_files(path: Path, suffixes: tuple[str, ...], names: tuple[str, ...]) ->
         names: paths that are read whatever their ending.
 
     Returns:
-        Path, without the one top folder of a source distribution -> content, sorted by path. Files over 4 MB are left out
-        unless they are among the names.
+        Path, without the one top folder of a source distribution -> content, sorted by path. Files over 16 MB are left
+        out unless they are among the names.
 
     Raises:
         click.ClickException: the archive is damaged or of another kind.
@@ -62,7 +62,11 @@ def _members(path: Path) -> Iterator[tuple[str, int, Callable[[], bytes]]]:
         with tarfile.open(path) as archive:
             for member in archive:
                 if member.isfile():
-                    yield member.name.removeprefix("./").partition("/")[2], member.size, partial(_unpacked, archive, member)
+                    yield (
+                        member.name.removeprefix("./").partition("/")[2],
+                        member.size,
+                        partial(_unpacked, archive, member),
+                    )
 
 
 def _unpacked(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:

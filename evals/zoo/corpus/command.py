@@ -14,20 +14,62 @@ from posttrainllm.evals.zoo.corpus.table import default_table, read_table
 
 __all__ = ["build", "corpus"]
 
-_CAP = 3_000_000
+_CAPS = {"code": 2_000_000, "prose": 8_000_000}
 
 
 @click.command
-@click.option("--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="The folder of the corpus.")
-@click.option("--cache", type=click.Path(path_type=Path, file_okay=False), help="Where archives are kept. [default: the user's cache]")
-@click.option("--table", type=click.Path(path_type=Path, dir_okay=False), help="The list of packages. [default: the committed one]")
-@click.option("--cap", type=click.IntRange(1), default=_CAP, show_default=True, help="Characters of one package, at most.")
-@click.option("--pack", "pack_to", type=click.Path(path_type=Path, dir_okay=False), help="Compress the corpus into this file, too.")
-@click.option("--unpack", "unpack_from", type=click.Path(path_type=Path, dir_okay=False), help="Restore the corpus from this file; build nothing.")
-def corpus(out: Path, cache: Path | None, table: Path | None, cap: int, pack_to: Path | None, unpack_from: Path | None) -> None:
+@click.option(
+    "--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="The folder of the corpus."
+)
+@click.option(
+    "--cache",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Where archives are kept. [default: the user's cache]",
+)
+@click.option(
+    "--table",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="The list of packages. [default: the committed one]",
+)
+@click.option(
+    "--code-cap",
+    type=click.IntRange(1),
+    default=_CAPS["code"],
+    show_default=True,
+    help="Characters of source of one package, at most.",
+)
+@click.option(
+    "--prose-cap",
+    type=click.IntRange(1),
+    default=_CAPS["prose"],
+    show_default=True,
+    help="Characters of prose of one package, at most.",
+)
+@click.option(
+    "--pack",
+    "pack_to",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Compress the corpus into this file, too.",
+)
+@click.option(
+    "--unpack",
+    "unpack_from",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Restore the corpus from this file; build nothing.",
+)
+def corpus(
+    out: Path,
+    cache: Path | None,
+    table: Path | None,
+    code_cap: int,
+    prose_cap: int,
+    pack_to: Path | None,
+    unpack_from: Path | None,
+) -> None:
     """Build the corpus from pinned, audited packages of PyPI and Debian.
 
-    Every archive is checked against its hash and every licence against its text. The result has the same bytes every time.
+    Every archive is checked against its hash and every licence against its text. The result has the same bytes every
+    time.
     """
     if pack_to is not None and unpack_from is not None:
         raise click.UsageError("--pack and --unpack exclude each other")
@@ -37,27 +79,28 @@ def corpus(out: Path, cache: Path | None, table: Path | None, cap: int, pack_to:
     cache = cache or user_cache("corpus")
     if cache is None:
         raise click.UsageError("there is no home to keep archives in; name a folder with --cache")
-    click.echo(f"corpus_sha256 {build(out, cache, table or default_table(), cap=cap)}")
+    caps = {"code": code_cap, "prose": prose_cap}
+    click.echo(f"corpus_sha256 {build(out, cache, table or default_table(), caps=caps)}")
     if pack_to is not None:
         _say(f"packing into {pack_to}; this takes minutes")
         size = pack(out, pack_to)
         click.echo(f"packed {size:,} bytes, sha256 {sha256_of(pack_to)}")
 
 
-def build(out: Path, cache: Path, table: Path, *, cap: int) -> str:
+def build(out: Path, cache: Path, table: Path, *, caps: dict[str, int]) -> str:
     """Bring the archives and write the corpus.
 
     Args:
         out: the folder that is written.
         cache: where archives are kept; made where it is missing.
         table: the list of packages, see `read_table`.
-        cap: characters of one package, at most.
+        caps: kind (code, prose) -> characters of one package, at most.
 
     Returns:
         `corpus_sha256`.
 
     Raises:
-        click.ClickException: the table, an archive or a licence is not as it should be, or the folder cannot be written.
+        click.ClickException: the table, an archive or a licence is not as it should be, or a folder cannot be written.
     """
     packages = read_table(table)
     try:
@@ -69,13 +112,15 @@ def build(out: Path, cache: Path, table: Path, *, cap: int) -> str:
         archives.append((package, fetch(package, cache)))
         _say(f"{number}/{len(packages)} archives", end="\r")
     everything = []
-    for number, collected in enumerate(collect(archives, cap=cap), 1):
+    for number, collected in enumerate(collect(archives, caps=caps), 1):
         everything.append(collected)
+        files = len(collected.documents)
         characters = sum(len(document.text) for document in collected.documents)
-        _say(f"{number}/{len(packages)} {collected.package.package}: {characters:,} characters in {len(collected.documents)} files")
-    training, held_out = ([d for c in everything if c.package.role == role for d in c.documents] for role in ("train", "heldout"))
+        _say(f"{number}/{len(packages)} {collected.package.package}: {characters:,} characters in {files} files")
+    training = [document for one in everything if one.package.role == "train" for document in one.documents]
+    held_out = [document for one in everything if one.package.role == "heldout" for document in one.documents]
     facts = {
-        "cap": cap,
+        "caps": caps,
         "packages": [_facts(collected) for collected in sorted(everything, key=lambda c: c.package.package.lower())],
         "totals": {"heldout": totals(held_out), "train": totals(training)},
     }

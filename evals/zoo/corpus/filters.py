@@ -8,10 +8,13 @@ from pathlib import PurePosixPath
 __all__ = ["SUFFIXES", "kind_of", "reason_against"]
 
 SUFFIXES = (".py", ".rst", ".md", ".txt")
-_SKIPPED_FOLDERS = frozenset(
-    "_vendor _vendored vendor vendored third_party thirdparty 3rdparty extern externals external _external vendored_meson node_modules"
-    " _distutils_hack typeshed site-packages locale locales i18n translations lib2to3 bundled contrib_libs submodules subprojects".split()
-)
+_VENDORED = (
+    "_distutils_hack", "_external", "_vendor", "_vendored", "3rdparty", "bundled", "extern", "external", "externals",
+    "lib2to3", "node_modules", "site-packages", "submodules", "subprojects", "third_party", "thirdparty", "typeshed",
+    "vendor", "vendored", "vendored-meson", "vendored_meson",
+)  # fmt: skip
+_LISTS = ("announce", "changelog", "changelogs", "i18n", "locale", "locales", "translations")
+_SKIPPED_FOLDERS = frozenset((*_VENDORED, *_LISTS))
 _SKIPPED_NAMES = re.compile(
     r"^(licen[cs]es?|copying|copyright|notice|authors|contributors|maintainers|thanks|credits|requirements.*|constraints.*|cmakelists"
     r"|top_level|sources|entry_points|dependency_links|robots|versioneer|_version|get-pip|ez_setup)\b",
@@ -19,8 +22,8 @@ _SKIPPED_NAMES = re.compile(
 )
 _PROSE_TXT_FOLDERS = frozenset({"doc", "docs", "documentation", "guide", "examples"})
 _GENERATED = re.compile(
-    r"do not edit|don't edit|auto-?generated|automatically generated|generated (?:by|from|with|using|code)\b|@generated|produced by"
-    r"|code generator|machine generated",
+    r"do not edit|don't edit|auto-?generated|automatically generated|generated (?:by|from|with|using|code)\b|@generated"
+    r"|produced by|code generator|machine generated",
     re.IGNORECASE,
 )
 _HEAD = 1500  # characters in which a generated file says so
@@ -30,12 +33,13 @@ _MEAN_LINE = 90
 _MOST_DIGITS = {"code": 0.15, "prose": 0.12}
 _MOST_FOREIGN = 0.03
 _LEAST_DISTINCT = {"code": 0.30, "prose": 0.45}
-_LEAST_FUNCTION_WORDS = 0.16
+_LEAST_FUNCTION_WORDS = 0.20
 _SAMPLE = 65_536  # characters of a file by which its repetitions are judged
-_FUNCTION_WORDS = frozenset(
-    "a an and are as at be been but by can do for from has have if in into is it its may not of on or so such that the their then"
-    " there these they this to was we when which will with you your".split()
-)
+_FUNCTION_WORDS = frozenset((
+    "a", "an", "and", "are", "as", "at", "be", "been", "but", "by", "can", "do", "for", "from", "has", "have", "if",
+    "in", "into", "is", "it", "its", "may", "not", "of", "on", "or", "so", "such", "that", "the", "their", "then",
+    "there", "these", "they", "this", "to", "was", "we", "when", "which", "will", "with", "you", "your",
+))  # fmt: skip
 
 
 def kind_of(path: str, exclude: Iterable[str] = ()) -> str | None:

@@ -14,8 +14,13 @@ _PHRASES: dict[str, tuple[tuple[str, ...], ...]] = {
     "BSL-1.0": (("boost software license",),),
     "CC0-1.0": (("cc0",),),
     "HPND": (("permission to use, copy, modify, and distribute this software and its documentation",),),
-    "ISC": (("permission to use, copy, modify, and/or distribute",), ("permission to use, copy, modify, and distribute",)),
-    "LicenseRef-Biopython": (("biopython license agreement", "permission to use, copy, modify, and distribute this software"),),
+    "ISC": (
+        ("permission to use, copy, modify, and/or distribute",),
+        ("permission to use, copy, modify, and distribute",),
+    ),
+    "LicenseRef-Biopython": (
+        ("biopython license agreement", "permission to use, copy, modify, and distribute this software"),
+    ),
     "LicenseRef-Matplotlib": (("license agreement for matplotlib", "royalty-free, world-wide license"),),
     "LicenseRef-Public-Domain": (("public domain",),),
     "LicenseRef-WordNet": (("wordnet", "permission to use, copy, modify and distribute this software and database"),),
@@ -28,17 +33,18 @@ _PHRASES: dict[str, tuple[tuple[str, ...], ...]] = {
     "ZPL-2.1": (("zope public license",),),
 }
 _OTHER = re.compile(
-    r"\b[AL]?GPL(?:v?[123])?\b|\bGNU (?:Lesser|Library|Affero|General|Free)\b|\bMozilla Public\b|\bMPL[- ]?[12]\b|\bEclipse Public\b"
-    r"|\bCommon Development and Distribution\b|\bCeCILL\b|\bShare-?Alike\b|\bCC[- ]BY\b|\bCreative Commons\b"
-    r"|\bNon-?Commercial (?:use|licen[cs]e)\b|\bEuropean Union Public\b|\bproprietary and confidential\b|\bBusiness Source Licen[cs]e\b"
-    r"|\bElastic Licen[cs]e\b|\bServer Side Public\b",
+    r"\b[AL]?GPL(?:v?[123])?\b|\bGNU (?:Lesser|Library|Affero|General|Free)\b|\bMozilla Public\b|\bMPL[- ]?[12]\b"
+    r"|\bEclipse Public\b|\bCommon Development and Distribution\b|\bCeCILL\b|\bShare-?Alike\b|\bCC[- ]BY\b"
+    r"|\bCreative Commons\b|\bNon-?Commercial (?:use|licen[cs]e)\b|\bEuropean Union Public\b"
+    r"|\bproprietary and confidential\b|\bBusiness Source Licen[cs]e\b|\bElastic Licen[cs]e\b|\bServer Side Public\b",
     re.IGNORECASE,
 )
 _RESERVED = re.compile(r"\ball rights reserved\b", re.IGNORECASE)
 _PERMISSIVE_NOTICE = re.compile(
-    r"redistribution and use in source and binary forms|permission is hereby granted|apache license|licensed under the apache"
-    r"|\bBSD[- ](?:style|\d|licen[cs]e)|\bMIT[- ]licen[cs]e|licen[cs]ed? (?:under|:) (?:the )?(?:terms of the )?(?:modified |new |simplified )?(?:BSD|MIT|Apache)"
-    r"|zope public license|SPDX-License-Identifier:\s*(?:MIT|BSD|Apache|ISC|PSF|Zlib|ZPL|0BSD|HPND)|under the PSF",
+    r"redistribution and use in source and binary forms|permission is hereby granted|apache license"
+    r"|licensed under the apache|\bBSD[- ](?:style|\d|licen[cs]e)|\bMIT[- ]licen[cs]e|zope public license|under the PSF"
+    r"|licen[cs]ed? (?:under|:) (?:the )?(?:terms of the )?(?:modified |new |simplified )?(?:BSD|MIT|Apache)"
+    r"|SPDX-License-Identifier:\s*(?:MIT|BSD|Apache|ISC|PSF|Zlib|ZPL|0BSD|HPND)",
     re.IGNORECASE,
 )
 
@@ -66,7 +72,9 @@ def lacking_licences(expression: str, text: str) -> list[str]:
     Returns:
         The identifiers whose words the text lacks.
     """
-    plain = " ".join(re.sub(r"[#*>]|//", " ", text).lower().split()).replace('"', "'").replace("`", "'").replace("''", "'")
+    plain = (
+        " ".join(re.sub(r"[#*>]|//", " ", text).lower().split()).replace('"', "'").replace("`", "'").replace("''", "'")
+    )
     names = re.split(r"\s+(?:AND|OR)\s+", expression.strip())
     return [name for name in names if not any(all(word in plain for word in words) for words in _PHRASES[name])]
 

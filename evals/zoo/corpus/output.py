@@ -18,7 +18,9 @@ HELD_OUT, LICENCES = "heldout.jsonl", "LICENCES.md"
 _SHARD = 32_000_000  # bytes, about
 
 
-def write_folder(out: Path, training: Iterable[Document], held_out: Iterable[Document], licences: str, facts: dict) -> str:
+def write_folder(
+    out: Path, training: Iterable[Document], held_out: Iterable[Document], licences: str, facts: dict
+) -> str:
     """Write a corpus.
 
     Args:
@@ -96,11 +98,18 @@ def licences_page(packages: Sequence[Collected]) -> str:
     Returns:
         Markdown.
     """
-    lines = ["# Licences of the corpus", "", "| package | version | source | licence | how it was audited |", "|---|---|---|---|---|"]
+    lines = [
+        "# Licences of the corpus",
+        "",
+        "| package | version | source | licence | how it was audited |",
+        "|---|---|---|---|---|",
+    ]
     texts: dict[str, list[str]] = {}
     for collected in sorted(packages, key=lambda collected: collected.package.package.lower()):
         package = collected.package
-        lines.append(f"| {package.package} | {package.version} | {package.source} | {package.licence} | {package.audit} |")
+        lines.append(
+            f"| {package.package} | {package.version} | {package.source} | {package.licence} | {package.audit} |"
+        )
         texts.setdefault(collected.licence_text.strip().replace("\r\n", "\n"), []).append(package.package)
     for text, names in texts.items():
         lines += ["", f"## {', '.join(names)}", "", "````text", text, "````"]
@@ -124,7 +133,7 @@ def totals(documents: Iterable[Document]) -> dict[str, dict[str, int]]:
 
 
 def _in_order(documents: Iterable[Document]) -> list[Document]:
-    """Order by the hash of the text: as good as random, so that any prefix is a fair mixture, and the same every time."""
+    """Order by the hash of the text: as good as random, so that any prefix is a fair mixture."""
     return sorted(documents, key=lambda document: document.key)
 
 

@@ -91,7 +91,7 @@ def _checked(line: dict[str, str], where: str) -> Package:
         raise click.ClickException(f"{where}: sha256 is {line['sha256']!r}, expected 64 hexadecimal digits")
     if unknown := unknown_licences(line["licence"]):
         raise click.ClickException(
-            f"{where}: {line['package']} is under {' and '.join(unknown)}, which is not on the list of permissive licences"
+            f"{where}: {line['package']} is under {' and '.join(unknown)}, not on the list of permissive licences"
         )
     if not line["licence_files"].split():
         raise click.ClickException(f"{where}: {line['package']} names no licence file")

@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -119,7 +120,7 @@ def build(out: Path, cache: Path, table: Path, *, caps: dict[str, int]) -> str:
         _say(f"{number}/{len(packages)} {collected.package.package}: {characters:,} characters in {files} files")
     training = [document for one in everything if one.package.role == "train" for document in one.documents]
     held_out = [document for one in everything if one.package.role == "heldout" for document in one.documents]
-    facts = {
+    facts: dict[str, Any] = {
         "caps": caps,
         "packages": [_facts(collected) for collected in sorted(everything, key=lambda c: c.package.package.lower())],
         "totals": {"heldout": totals(held_out), "train": totals(training)},
@@ -130,7 +131,7 @@ def build(out: Path, cache: Path, table: Path, *, caps: dict[str, int]) -> str:
     return write_folder(out, training, held_out, licences_page(everything), facts)
 
 
-def _facts(collected: Collected) -> dict:
+def _facts(collected: Collected) -> dict[str, Any]:
     package = collected.package
     return {
         "bytes": sum(len(document.text.encode()) for document in collected.documents),

@@ -5,6 +5,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import attrs
 import click
@@ -19,7 +20,7 @@ _SHARD = 32_000_000  # bytes, about
 
 
 def write_folder(
-    out: Path, training: Iterable[Document], held_out: Iterable[Document], licences: str, facts: dict
+    out: Path, training: Iterable[Document], held_out: Iterable[Document], licences: str, facts: dict[str, Any]
 ) -> str:
     """Write a corpus.
 
@@ -50,7 +51,7 @@ def write_folder(
     return corpus_sha256
 
 
-def check_folder(folder: Path) -> dict:
+def check_folder(folder: Path) -> dict[str, Any]:
     """Read a corpus's manifest and check every file against it.
 
     Args:
@@ -63,7 +64,7 @@ def check_folder(folder: Path) -> dict:
         click.ClickException: a file is missing or is not the one that the manifest names.
     """
     try:
-        manifest: dict = json.loads((folder / MANIFEST).read_text("utf-8"))
+        manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text("utf-8"))
         for name, expected in manifest["files"].items():
             with (folder / name).open("rb") as file:
                 got = hashlib.file_digest(file, "sha256").hexdigest()
@@ -142,7 +143,8 @@ def _line(document: Document) -> bytes:
 
 
 def _shards(documents: Iterable[Document]) -> Iterator[tuple[str, list[bytes]]]:
-    lines, size, number = [], 0, 0
+    lines: list[bytes] = []
+    size = number = 0
     for document in documents:
         line = _line(document)
         if lines and size + len(line) > _SHARD:

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import click
 
@@ -93,7 +93,7 @@ def unpack(file: Path, folder: Path) -> str:
     return got
 
 
-def _stream(folder: Path, manifest: dict) -> Iterator[bytes]:
+def _stream(folder: Path, manifest: dict[str, Any]) -> Iterator[bytes]:
     """Say the corpus in an order that compresses: package by package, texts as they are and not as JSON."""
     names = sorted(name for name in manifest["files"] if name.startswith("train-"))
     training = [document for name in names for document in _read(folder / name)]

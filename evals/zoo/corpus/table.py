@@ -96,5 +96,7 @@ def _checked(line: dict[str, str], where: str) -> Package:
     if not line["licence_files"].split():
         raise click.ClickException(f"{where}: {line['package']} names no licence file")
     return Package(
-        **{**line, "licence_files": tuple(line["licence_files"].split()), "exclude": tuple(line["exclude"].split())}
-    )
+        role=line["role"], source=line["source"], package=line["package"], version=line["version"], file=line["file"],
+        sha256=line["sha256"], licence=line["licence"], licence_files=tuple(line["licence_files"].split()),
+        exclude=tuple(line["exclude"].split()), audit=line["audit"],
+    )  # fmt: skip

@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 import lzma
+import os
 import random
 import tarfile
 import zipfile
@@ -286,10 +287,7 @@ def test_a_debian_package_and_a_wheel_are_read(tmp_path: Path) -> None:
 
 def test_an_archive_is_brought_once_and_what_is_missing_is_said(tmp_path: Path, bench: Bench) -> None:
     content = b"archive"
-    package = Package(
-        role="train", source="pypi", package="x", version="1", file="x-1.tar.gz", licence="MIT",
-        sha256=hashlib.sha256(content).hexdigest(), licence_files=("LICENSE",), exclude=(), audit="",
-    )  # fmt: skip
+    package = pinned(package="x", file="x-1.tar.gz", sha256=hashlib.sha256(content).hexdigest())
     asked = []
 
     def client(package: Package, path: Path) -> None:
@@ -304,6 +302,48 @@ def test_an_archive_is_brought_once_and_what_is_missing_is_said(tmp_path: Path, 
     for _ in range(2):
         assert fetch(package, tmp_path, clients={"pypi": client}).read_bytes() == content
     assert asked == ["x"]
+
+
+def pinned(**values: str) -> Package:
+    about = {"role": "train", "source": "pypi", "package": "beta", "version": "1.0", "file": "beta-1.0.tar.gz"}
+    more = {"licence": "MIT", "sha256": "0" * 64, "audit": ""}
+    return Package(**{**about, **more, **values}, licence_files=("LICENSE",), exclude=())
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what pip vendors
+def test_pip_brings_a_source_distribution_without_building_it(
+    tmp_path: Path, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("pip")
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(bench.cache))  # archives with no metadata: nothing could be built
+    cache = tmp_path / "fresh"
+    cache.mkdir()
+    brought = fetch(pinned(sha256=bench.rows[1]["sha256"]), cache)
+    assert brought.read_bytes() == (bench.cache / "beta-1.0.tar.gz").read_bytes()
+    with pytest.raises(click.ClickException, match=r"PyPI has no beta-2\.0\.tar\.gz of beta 2\.0 any more"):
+        fetch(pinned(version="2.0", file="beta-2.0.tar.gz"), cache)
+
+
+def test_apt_get_brings_a_debian_package_or_says_that_its_version_has_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = tmp_path / "apt-get"
+    found = 'test "$3" = x=1 || { echo "E: Version of $3 was not found" >&2; exit 100; }'
+    client.write_text(f"#!/bin/sh\n{found}\nprintf deb > x_1.deb\n")
+    client.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    debian = {"source": "debian", "package": "x", "sha256": hashlib.sha256(b"deb").hexdigest()}
+    assert fetch(pinned(**debian, version="1", file="x_1.deb"), cache).read_bytes() == b"deb"
+    with pytest.raises(click.ClickException, match="no x 2 any more, or not here: E: Version of x=2 was not found"):
+        fetch(pinned(**debian, version="2", file="x_2.deb"), cache)
+    monkeypatch.setenv("PATH", str(cache))
+    with pytest.raises(click.ClickException, match="there is no apt-get here"):
+        fetch(pinned(**debian, version="3", file="x_3.deb"), cache)
+    assert sorted(path.name for path in cache.iterdir()) == ["x_1.deb"]
 
 
 def test_every_package_of_the_committed_table_is_audited_and_pinned() -> None:

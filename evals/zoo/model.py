@@ -180,6 +180,8 @@ def same_vocabulary(folder: Path, tokenizer_text: str, vocab_size: int) -> None:
     theirs = content.get("model", {})
     for part in ("vocab", "merges"):
         if theirs.get(part) != own["model"][part]:
-            raise click.ClickException(f"{folder}: tokenizer.json: its {part} differ from the draft's, expected the same")
+            raise click.ClickException(
+                f"{folder}: tokenizer.json: its {part} differ from the draft's, expected the same"
+            )
     if content.get("pre_tokenizer") != own["pre_tokenizer"]:
         raise click.ClickException(f"{folder}: tokenizer.json: it splits text otherwise than the draft's")

@@ -1,8 +1,8 @@
 """AdamW, and Muon for the matrices of the layers, as functions of flat trees of float32 arrays.
 
 mlx.optimizers has both. Its Muon adds the weight decay to the gradient in front of the orthogonalisation, which then
-hides how large it was, orthogonalises in float32, and one matrix at a time: eight small products a matrix and step, which
-a GPU waits for. Here matrices of one shape go through as one batch, in bfloat16 where the model computes in it.
+hides how large it was, orthogonalises in float32, and one matrix at a time: many small products, which a GPU waits
+for. Here matrices of one shape go through as one batch, in bfloat16 where the model computes in it.
 """
 
 from typing import NamedTuple

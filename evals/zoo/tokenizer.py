@@ -10,7 +10,15 @@ import click
 import tokenizers
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-__all__ = ["END_OF_TEXT", "VOCAB_SIZE", "cut_tokenizer", "digest", "read_tokenizer", "tokenizer_config", "train_tokenizer"]
+__all__ = [
+    "END_OF_TEXT",
+    "VOCAB_SIZE",
+    "cut_tokenizer",
+    "digest",
+    "read_tokenizer",
+    "tokenizer_config",
+    "train_tokenizer",
+]
 
 END_OF_TEXT = "<|endoftext|>"
 VOCAB_SIZE = 16384

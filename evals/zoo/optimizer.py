@@ -55,7 +55,8 @@ def clip(gradients: dict[str, mx.array], most: float) -> tuple[dict[str, mx.arra
     Returns:
         The gradients; their norm before, float32[].
     """
-    norm = mx.sqrt(sum((mx.square(array).sum() for array in gradients.values()), mx.array(0.0)))
+    # sorted: a checkpoint's arrays come in another order, and the sum's bits would follow it
+    norm = mx.sqrt(sum((mx.square(gradients[name]).sum() for name in sorted(gradients)), mx.array(0.0)))
     finite = mx.isfinite(norm)
     scale = mx.minimum(1.0, most / (norm + 1e-6))
     return {name: mx.where(finite, array * scale, 0.0) for name, array in gradients.items()}, norm
@@ -131,7 +132,7 @@ def _orthogonal(matrices: dict[str, mx.array], dtype: mx.Dtype) -> dict[str, mx.
     for shape, names in by_shape.items():
         stacked = mx.stack([matrices[name] for name in names])  # [n, rows, columns]
         solved = _newton_schulz(stacked, dtype).astype(mx.float32) * (_AS_ADAMW * max(shape) ** 0.5)
-        found |= {name: solved[index] for index, name in enumerate(names)}
+        found |= {name: mx.contiguous(solved[index]) for index, name in enumerate(names)}
     return found
 
 

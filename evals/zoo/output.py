@@ -86,8 +86,8 @@ A small causal language model of Python code and English prose, preset `{record[
 ## Training
 
 {record["tokens"]:,} tokens in {record["steps"]:,} steps and {record["seconds"]:.0f} seconds on {record["device"]};
-last training loss {record["loss"]:.4f}. Seed {record["settings"]["seed"]}, {record["settings"]["optimizer"]}, peak learning rate \
-{record["settings"]["learning_rate"]:g}. The command:
+last training loss {record["loss"]:.4f}. Seed {record["settings"]["seed"]}, \
+{record["settings"]["optimizer"]}, peak learning rate {record["settings"]["learning_rate"]:g}. The command:
 
     {record["command"]}
 

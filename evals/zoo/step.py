@@ -73,7 +73,8 @@ def compile_step(
 
     def gradient(parameters: _Parameters, tokens: mx.array) -> tuple[_Parameters, mx.array]:
         value, gradients = value_and_gradient(parameters, tokens)
-        return gradients, value
+        # a product's layout would become the weights', though not those of a checkpoint: other kernels, other bits
+        return {name: mx.contiguous(array) for name, array in gradients.items()}, value
 
     def add(left: _Parameters, right: _Parameters) -> _Parameters:
         return {name: left[name] + right[name] for name in left}

@@ -147,6 +147,7 @@ def test_a_checkpoint_holds_every_array_and_replaces_the_older_one(cycle, tmp_pa
     assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-00000002"]
 
 
+@pytest.mark.slow
 def test_a_distilled_toy_is_closer_to_its_target_than_its_control(cycle, trained, tmp_path):
     mixed = write_corpus(tmp_path / "mixed", "".join(random.Random(1).choices(WORDS, k=4000)), "".join(WORDS) * 3)
     steps = ("--steps", "80", "--learning-rate", "5e-3")

@@ -50,6 +50,7 @@ def target_texts(
         part = slice(first, first + _AT_ONCE)
         key = mx.random.key(seed + 1 + first)
         parts.append(_continue(target, prompts[part], greedy[part], sequence + 1, key))
+    mx.clear_cache()  # what the caches took is for training now
     found = np.concatenate(parts).astype(np.uint16)
     file.parent.mkdir(parents=True, exist_ok=True)
     np.save(file, found)

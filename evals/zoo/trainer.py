@@ -167,7 +167,8 @@ class Trainer:
             )
         tokens = step * self._settings.accumulate * self._settings.batch * self._settings.sequence
         last = self.curve[-1] if self.curve else {"tokens": 0, "seconds": 0.0}
-        speed = (tokens - last["tokens"]) / max(1e-9, self.seconds - last["seconds"])
+        elapsed = self.seconds - last["seconds"]
+        speed = (tokens - last["tokens"]) / elapsed if elapsed > 0.1 else 0.0  # the first step is not on the clock
         self.curve.append(
             {"step": step, "loss": self.loss, "tokens": tokens, "seconds": self.seconds, "rate": rate, "norm": size}
         )

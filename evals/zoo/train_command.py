@@ -110,6 +110,8 @@ def _train(settings: Settings, began: float, device: str) -> bool:
     target = None if settings.distill_from is None else load_any(settings.distill_from, dtype)
     generated = None
     if settings.on_policy and target is not None:
+        if not settings.resume:
+            (settings.out / "on_policy.npy").unlink(missing_ok=True)  # of another run, perhaps of another target
         generated = target_texts(
             target,
             ids,

@@ -22,6 +22,7 @@ _COMMANDS = {
     "replay": ("posttrainllm.adapters.replay.command:replay", "Run a recorded decoding again, bit for bit."),
     "serve": ("posttrainllm.adapters.serve.command:serve", "Answer OpenAI's API over HTTP."),
     "sample": ("posttrainllm.adapters.sample.command:sample", "Decode one prompt, with a draft or without."),
+    "zoo": ("posttrainllm.evals.zoo.command:zoo", "Build a corpus and train small models on it."),
 }
 
 

@@ -63,7 +63,7 @@ class CompiledPair:
             rules=rules,
             live=live,
             narrow_draft=draft_width(self._pair.runtime.device) == 1,
-            arithmetic_exp=self._pair.runtime.scalar_exp,
+            arithmetic=self._pair.runtime.scalar_exp,
             diagnostics=self._diagnostics,
             adjusted=adjusted,
             logprobs=logprobs,

@@ -10,7 +10,7 @@ the first refusal the id is drawn from max(p - q, 0), normalised (Leviathan et a
 
 import mlx.core as mx
 
-from posttrainllm.kernel.constants import indices
+from posttrainllm.kernel.constants import indices, one_row_as_scalar
 
 __all__ = ["coupled_accepts", "leviathan_accepts", "prefix_length", "residual_choice"]
 
@@ -75,7 +75,7 @@ def residual_choice(target_probs: mx.array, draft_probs: mx.array, noise: mx.arr
     Returns:
         int32 [B].
     """
-    residual = mx.maximum(target_probs - draft_probs, 0)
-    empty = mx.max(residual, axis=-1, keepdims=True) <= 0  # [B, 1]
+    residual = target_probs - draft_probs
+    empty = one_row_as_scalar(mx.max(residual, axis=-1, keepdims=True) <= 0)  # [B, 1]
     mass = mx.where(empty, target_probs, residual)
-    return mx.argmax(mx.log(mass) + noise, axis=-1).astype(mx.int32)
+    return mx.argmax(mx.where(mass > 0, mx.log(mass) + noise, -mx.inf), axis=-1).astype(mx.int32)

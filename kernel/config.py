@@ -31,9 +31,9 @@ class StepConfig:
     """Whether the draft feeds one token a forward after the first: faster where a row costs time. Where bits depend on
     the width of a forward, the draft's cache then depends on what was accepted, and so may its proposals, but never
     what a greedy or coupled row emits, nor the law of another."""
-    arithmetic_exp: bool = False
-    """Whether p and q are made of `arithmetic.exp2`: faster where MLX's `exp` is a call an element, and the last bits
-    differ. What a greedy or coupled row emits never depends on it, nor does the law of another."""
+    arithmetic: bool = False
+    """Whether p, q and the noise are made of `arithmetic.exp2` and `arithmetic.log`: faster where MLX's are a call an
+    element, and the last bits differ. What a greedy row emits never depends on it, nor does the law of another."""
     live: int | None = None
     """Slots at the beginning that hold all windows of the step; None: any. This leaves work out of the graph, too."""
     diagnostics: bool = False

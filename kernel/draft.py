@@ -8,7 +8,6 @@ one width everywhere, the draft's cache at a position does not depend on what wa
 import attrs
 import mlx.core as mx
 
-from posttrainllm.kernel import noise
 from posttrainllm.kernel.adjust import History, adjust
 from posttrainllm.kernel.config import StepConfig
 from posttrainllm.kernel.constants import indices
@@ -41,8 +40,8 @@ class Proposal:
     """int32 [B, K + 1]: the last committed id and the K proposals behind it."""
     count: mx.array
     """int32 [B]: how many of them exist, from 0 to K."""
-    warped: mx.array
-    """float32 [B, K, V]: the draft's warped logits that they were drawn from."""
+    warped: tuple[mx.array, ...]
+    """K times float32 [B, 1, V]: the draft's warped logits that they were drawn from."""
     kv: KVCache
 
     @property
@@ -58,7 +57,7 @@ def propose(
     sampling: Sampling,
     history: History | None,
     *,
-    target_noise: mx.array | None = None,
+    drawing_noise: mx.array | None = None,
     recorded: mx.array | None = None,
 ) -> Proposal:
     """Draw K ids a row from the draft, one after the other.
@@ -72,18 +71,12 @@ def propose(
         state: B rows, `draft_kv` valid for positions [0, length - 2).
         sampling: B rows; the same adjustments and warps apply to draft and target.
         history: of the committed ids, from `history_of`; None where the step adjusts nothing.
-        target_noise: float32 [B, K + 1, V], what the target draws with, which rows of the coupled rule share; None
-            where it is not at hand.
+        drawing_noise: float32 [B, K, V]; None where every row is greedy or the proposals are recorded.
         recorded: int32 [B, K or more], proposals of an earlier run, to be fed in place of what the draft draws now.
 
     Returns:
         The proposals and the draft's cache, valid up to the last proposal but one.
     """
-    own_noise: mx.array | None
-    if config.rules == "coupled" and target_noise is not None:
-        own_noise = target_noise[:, : config.proposals]  # [B, K + 1, V] -> [B, K, V]
-    else:
-        own_noise = _noise(config, state, sampling)
     kv, warped, count = state.draft_kv, [], mx.minimum(sampling.draft_k, _room(draft, state))
     length = mx.maximum(state.length, 1)  # a row that was never filled is fed like one of one token
     start = mx.maximum(length - 2, 0)
@@ -105,16 +98,14 @@ def propose(
             finite = mx.isfinite(mx.sum(logits[..., : draft.vocab_size], axis=-1))[:, 0]  # [B, 1, V] -> [B]
             count = mx.where(finite, count, mx.minimum(count, index))
         if recorded is None:
-            drawn = choose(warped[-1], sampling, None if own_noise is None else own_noise[:, index : index + 1])
+            drawn = choose(warped[-1], sampling, None if drawing_noise is None else drawing_noise[:, index : index + 1])
         else:
             drawn = recorded[:, index : index + 1]
         history = None if history is None else history.followed_by(drawn)
         window = mx.where(places == index + 1, drawn, window)
         first = index + 1 - back  # of the columns that are fed next
         fed, start = window[:, first : index + 2], positions[:, first]
-    return Proposal(
-        window=window, count=mx.clip(count, 0, config.proposals), warped=mx.concatenate(warped, axis=1), kv=kv
-    )
+    return Proposal(window=window, count=mx.clip(count, 0, config.proposals), warped=tuple(warped), kv=kv)
 
 
 def catch_up(draft: Draft, state: DecodeState, behind: mx.array) -> DecodeState:
@@ -143,15 +134,6 @@ def catch_up(draft: Draft, state: DecodeState, behind: mx.array) -> DecodeState:
 def _known(ids: mx.array, draft: Draft, config: StepConfig, *, committed: bool) -> mx.array:
     """Ids that the draft has rows for: a committed one may be another, since a prompt may hold any of the target's."""
     return mx.minimum(ids, draft.vocab_size - 1) if committed or draft.vocab_size < config.vocab_size else ids
-
-
-def _noise(config: StepConfig, state: DecodeState, sampling: Sampling) -> mx.array | None:
-    """float32 [B, K, V]: the target's noise for a coupled row, the draft's own for another."""
-    if config.mode == "greedy":
-        return None
-    positions = state.length[:, None] + indices(config.proposals)  # [B, K]
-    purpose = mx.where(sampling.coupled, noise.TARGET, noise.DRAFT).astype(mx.uint32)
-    return noise.gumbel(noise.position_keys(state.key, positions, purpose), config.vocab_size)
 
 
 def _room(draft: Draft, state: DecodeState) -> mx.array:

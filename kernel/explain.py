@@ -81,7 +81,8 @@ def explain_step(
     gumbel = None
     if config.mode != "greedy":
         positions = state.length[:, None] + indices(count)  # [B, N]
-        gumbel = noise.gumbel(noise.position_keys(state.key, positions, noise.TARGET), config.vocab_size)
+        keys = noise.position_keys(state.key, positions, noise.TARGET)
+        gumbel = noise.gumbel(keys, config.vocab_size, arithmetic=config.arithmetic)
     choice = choose(warped, sampling, gumbel)
     by_ratio = ~sampling.coupled & (sampling.temperature > 0)
     descending = mx.argsort(-logits, axis=-1)[..., :2].astype(mx.int32)  # [B, N, V] -> [B, N, 2]
@@ -101,7 +102,7 @@ def explain_step(
         )
     proposals = window[:, 1:count]
     proposal = propose(config, draft, state, sampling, history, recorded=proposals)
-    both = laws(warped[:, :-1], proposal.warped, arithmetic=config.arithmetic_exp)  # [B, K + 1, V], [B, K, V]
+    both = laws(warped[:, :-1], proposal.warped, arithmetic=config.arithmetic)  # [B, K + 1, V], [B, K, V]
     p, q = both.of(proposals)  # [B, K] each
     positions = state.length[:, None] + indices(count - 1)  # [B, K]
     uniforms = noise.uniform(noise.position_keys(state.key, positions, noise.ACCEPT))

@@ -4,10 +4,13 @@ They are kept as weights and their sums: what judges reads one id of every posit
 is left to it. Both models' positions lie in one array, since on a CPU every operation costs, however small.
 """
 
+from collections.abc import Sequence
+
 import attrs
 import mlx.core as mx
 
 from posttrainllm.kernel.arithmetic import LOG2_E, exp2
+from posttrainllm.kernel.constants import indices, one_row_as_scalar
 
 __all__ = ["Laws", "laws"]
 
@@ -45,26 +48,27 @@ class Laws:
         Returns:
             p and q, float32 [B, V] each.
         """
-        K = self.weights.shape[1] // 2
-        places = (index[:, None] + mx.array([0, K], dtype=mx.int32))[..., None]  # [B] -> [B, 2, 1]
-        probs = mx.take_along_axis(self.weights, places, axis=1)  # [B, 2 K, V] -> [B, 2, V]
+        B, K = self.weights.shape[0], self.weights.shape[1] // 2
+        rows, places = indices(B), (index, index + K)
+        probs = [self.weights[rows, place] for place in places]  # [B, 2 K, V] -> [B, V]
         if self.total is not None:
-            probs = probs / mx.take_along_axis(self.total, places, axis=1)  # [B, 2 K, 1] -> [B, 2, 1]
-        return probs[:, 0], probs[:, 1]
+            totals = [self.total[rows, place] for place in places]  # [B, 2 K, 1] -> [B, 1]
+            probs = [weights / one_row_as_scalar(total) for weights, total in zip(probs, totals, strict=True)]
+        return probs[0], probs[1]
 
 
-def laws(target_logits: mx.array, draft_logits: mx.array, *, arithmetic: bool) -> Laws:
+def laws(target_logits: mx.array, draft_logits: Sequence[mx.array], *, arithmetic: bool) -> Laws:
     """The laws that logits stand for.
 
     Args:
         target_logits: float32 [B, K, V], warped; -inf where an id has no chance.
-        draft_logits: the draft's at the same positions.
+        draft_logits: the draft's at the same positions, K times float32 [B, 1, V].
         arithmetic: False takes MLX's softmax; True `exp2`, whose probabilities below 2**-126 of the largest are 0.
 
     Returns:
         The laws; not a number at a position that has no finite logit.
     """
-    logits = mx.concatenate([target_logits, draft_logits], axis=1)  # [B, K, V] twice -> [B, 2 K, V]
+    logits = mx.concatenate([target_logits, *draft_logits], axis=1)  # [B, K, V], K x [B, 1, V] -> [B, 2 K, V]
     if not arithmetic:
         return Laws(weights=mx.softmax(logits, axis=-1), total=None)
     # flat, or the subtraction's broadcast and the power are one kernel, which is not vectorised

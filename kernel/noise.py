@@ -5,11 +5,27 @@ see the same noise, and a step replays from its key alone. Noise of different pu
 of `leviathan` needs the draft's draw, the accept uniform and the target's draw to be independent.
 """
 
+import attrs
 import mlx.core as mx
+import numpy as np
 
+from posttrainllm.kernel.arithmetic import log, minus_log1p_minus
+from posttrainllm.kernel.config import StepConfig
+from posttrainllm.kernel.constants import indices
 from posttrainllm.kernel.errors import UsageError
 
-__all__ = ["ACCEPT", "DRAFT", "TARGET", "gumbel", "gumbel_from_uniform", "position_keys", "root_key", "uniform"]
+__all__ = [
+    "ACCEPT",
+    "DRAFT",
+    "TARGET",
+    "StepNoise",
+    "gumbel",
+    "gumbel_from_uniform",
+    "position_keys",
+    "root_key",
+    "step_noise",
+    "uniform",
+]
 
 TARGET, DRAFT, ACCEPT = 0x7A67_0001, 0xD4AF_0002, 0xACCE_0003
 """Purposes: the target's draw, the draft's own draw (`leviathan` only), the accept uniform."""
@@ -35,27 +51,96 @@ def root_key(seed: int) -> mx.array:
     return mx.random.split(mx.random.key(seed), 1)[0]
 
 
+@attrs.frozen(eq=False, kw_only=True)
+class StepNoise:
+    """What a speculative step draws with; what it does not ask for is not computed."""
+
+    draft: mx.array
+    """float32 [B, K, V]: the draft's own noise, or for a row of the coupled rule the target's."""
+    uniforms: mx.array
+    """float32 [B, K]: what judges proposals by their ratio."""
+    target_keys: mx.array
+    """uint32 [B, K + 1, 2]."""
+    target: mx.array
+    """float32 [B, K + 1, V]."""
+    one_position: bool
+    """Whether the target draws at one position a row, under leviathan alone."""
+    arithmetic: bool
+
+    def target_at(self, index: mx.array) -> mx.array:
+        """The target's noise at one position a row.
+
+        Args:
+            index: int32 [B], 0 to K.
+
+        Returns:
+            float32 [B, V].
+        """
+        rows, vocab_size = indices(index.shape[0]), self.target.shape[-1]
+        if not self.one_position:
+            return self.target[rows, index]
+        return gumbel(self.target_keys[rows, index][:, None], vocab_size, arithmetic=self.arithmetic)[:, 0]
+
+
+def step_noise(config: StepConfig, root: mx.array, length: mx.array, coupled: mx.array) -> StepNoise:
+    """The noise of a speculative step.
+
+    Args:
+        config: K = config.proposals, 1 or more.
+        root: uint32 [B, 2], one root key a row.
+        length: int32 [B], the position of the first id that is drawn.
+        coupled: bool [B], rows of the coupled rule.
+
+    Returns:
+        The noise of K proposals and of what follows each.
+    """
+    K = config.proposals
+    kind = {"arithmetic": config.arithmetic}
+    if config.rules == "coupled":
+        keys = position_keys(root, length[:, None] + indices(K + 1), TARGET)
+        target = gumbel(keys, config.vocab_size, **kind)
+        draft, uniforms = target[:, :K], mx.zeros((root.shape[0], K))
+    else:
+        # all keys at once: on a CPU every operation costs, however small
+        places = mx.array(np.concatenate([np.arange(K), np.arange(K), np.arange(K + 1)]).astype(np.int32))
+        purposes = mx.array(np.repeat([DRAFT, ACCEPT, TARGET], [K, K, K + 1]).astype(np.uint32))[None]
+        if config.rules == "both":
+            purposes = mx.where(coupled[:, None] & (purposes == DRAFT), TARGET, purposes).astype(mx.uint32)
+        every = position_keys(root, length[:, None] + places, purposes)  # [B, 3 K + 1, 2]
+        keys = every[:, 2 * K :]
+        target = gumbel(keys, config.vocab_size, **kind)
+        draft, uniforms = gumbel(every[:, :K], config.vocab_size, **kind), uniform(every[:, K : 2 * K])
+    return StepNoise(
+        draft=draft,
+        uniforms=uniforms,
+        target_keys=keys,
+        target=target,
+        one_position=config.rules == "leviathan",
+        **kind,
+    )
+
+
 def position_keys(root: mx.array, position: mx.array, purpose: int | mx.array) -> mx.array:
     """Keys for drawing at absolute positions.
 
     Args:
         root: uint32 [B, 2], one root key a row.
         position: int32 [B, N], absolute positions.
-        purpose: TARGET, DRAFT or ACCEPT, or uint32 [B] with one of them for each row.
+        purpose: TARGET, DRAFT or ACCEPT, or uint32 [B or 1, N or 1] with one of them for each position.
 
     Returns:
         uint32 [B, N, 2].
     """
     batch, count = position.shape
-    tag = mx.broadcast_to(mx.array(purpose, dtype=mx.uint32), (batch,))
     high = mx.bitwise_xor(root[:, :1], position.astype(mx.uint32))  # [B, N]
-    low = mx.broadcast_to(mx.bitwise_xor(root[:, 1], tag)[:, None], (batch, count))  # [B, N]
+    low = mx.bitwise_xor(root[:, 1:], mx.array(purpose, dtype=mx.uint32))  # [B, 1 or N]
+    low = mx.broadcast_to(low, (batch, count))
     mixed = mx.stack([high, low], axis=-1).reshape(-1, 2)  # [B, N, 2] -> [B*N, 2]
     keys = mx.vmap(lambda key: mx.random.split(key, 1)[0])(mixed)
     return keys.reshape(batch, count, 2)  # [B*N, 2] -> [B, N, 2]
 
 
-def gumbel(keys: mx.array, width: int) -> mx.array:
+def gumbel(keys: mx.array, width: int, *, arithmetic: bool) -> mx.array:
     """Standard Gumbel noise that is always finite, between -2.82 and 22.88.
 
     The values of a key depend on the width drawn: its first 4096 of 4160 have nothing in common with 4096 alone.
@@ -63,43 +148,44 @@ def gumbel(keys: mx.array, width: int) -> mx.array:
     Args:
         keys: uint32 [B, N, 2].
         width: values a key, V.
+        arithmetic: False takes MLX's logarithm, True that of arithmetic.py: the last bits differ.
 
     Returns:
         float32 [B, N, V].
     """
-    return gumbel_from_uniform(_uniform(keys, width))
+    return gumbel_from_uniform(_uniform(keys, width), arithmetic=arithmetic)
 
 
-def gumbel_from_uniform(values: mx.array) -> mx.array:
+def gumbel_from_uniform(values: mx.array, *, arithmetic: bool) -> mx.array:
     """Turn uniform values v into -log(-log(1 - v)).
 
     Not -log(-log(v)): the large values decide every argmax, and they must come from v near 0, where float32 is
-    fine-grained. Near 1 its steps of 2**-24 would cut the tail off at 16.6. The inner logarithm is Kahan's log1p:
-    that of the rounded 1 - v, corrected by what the rounding lost. MLX's own takes three times as long on a CPU.
+    fine-grained. Near 1 its steps of 2**-24 would cut the tail off at 16.6.
 
     Args:
         values: float32, in [0, 1 - 2**-24].
+        arithmetic: see `gumbel`.
 
     Returns:
         float32 of the same shape, finite.
     """
-    shifted = values + 2**-33  # half a step of the generator: at 0 the noise would be infinite
-    rest = 1 - shifted
-    lost = shifted / mx.maximum(1 - rest, 2**-25)  # 1 - rest is exact, and 0 where rest is 1
-    exponential = mx.where(rest < 1, -mx.log(rest) * lost, shifted)
-    return -mx.log(exponential)
+    shift = 2**-33  # half a step of the generator: at 0 the noise would be infinite
+    if arithmetic:
+        flat = values.reshape(-1)  # what is fused over one shape is vectorised
+        return -log(minus_log1p_minus(flat + shift)).reshape(values.shape)
+    return -mx.log(-mx.log1p(-(values + shift)))
 
 
 def uniform(keys: mx.array) -> mx.array:
-    """One uniform value in [0, 1) a key.
+    """One uniform value in [0, 1) a key: a key that nothing else is drawn from is as random as what it would draw.
 
     Args:
         keys: uint32 [B, N, 2].
 
     Returns:
-        float32 [B, N].
+        float32 [B, N], multiples of 2**-24.
     """
-    return _uniform(keys, 1).squeeze(-1)  # [B, N, 1] -> [B, N]
+    return mx.right_shift(keys[..., 0], 8).astype(mx.float32) * 2**-24  # [B, N, 2] -> [B, N]
 
 
 def _uniform(keys: mx.array, width: int) -> mx.array:

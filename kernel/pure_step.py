@@ -42,25 +42,27 @@ def speculative_step(
         The next state and what was emitted.
     """
     K = config.proposals
-    # under leviathan alone the target draws once a step, where the last accepted proposal ends
-    shared_noise = None if config.rules == "leviathan" else _target_noise(config, state.key, _positions(config, state))
+    draws: noise.StepNoise | None = None
+    if config.mode != "greedy":
+        draws = noise.step_noise(config, state.key, state.length, sampling.coupled)
     history = history_of(config, state, sampling)
-    proposal = propose(config, draft, state, sampling, history, target_noise=shared_noise)
+    drawing_noise = None if draws is None else draws.draft
+    proposal = propose(config, draft, state, sampling, history, drawing_noise=drawing_noise)
     # a token's logits do not depend on what follows it, so neither do they on how much of the window is filled up
     window = _filled_up(proposal.window, config.width)  # [B, K + 1] -> [B, W]
     logits, target_kv = _score(config, target, state, window)
     judged = logits[:, : K + 1]  # [B, W, V] -> [B, K + 1, V]
     adjusted = adjust(judged, sampling, None if history is None else history.through(proposal.tokens))
     warped = warp(adjusted, sampling, mode=config.mode)
+    # under leviathan alone the target draws once a step, where the last accepted proposal ends
+    shared_noise = None if draws is None or draws.one_position else draws.target
     choice = choose(warped, sampling, shared_noise)  # [B, K + 1]
     accepts = accept.coupled_accepts(proposal.tokens, choice)
-    if config.mode == "greedy" or config.rules == "coupled":
+    if draws is None or config.rules == "coupled":
         accepted = accept.prefix_length(accepts, proposal.count)
         tokens = choice  # what stands is what the target chose
     else:
-        accepted, replacement = _judge_by_ratio(
-            config, state, sampling, proposal, warped, shared_noise, choice, accepts
-        )
+        accepted, replacement = _judge_by_ratio(config, sampling, proposal, warped, draws, choice, accepts)
         column = indices(K + 1)[None]  # [1, K + 1]
         padded = mx.concatenate([proposal.tokens, choice[:, K:]], axis=1)  # [B, K], [B, 1] -> [B, K + 1]
         tokens = mx.where(column < accepted[:, None], padded, replacement[:, None])
@@ -86,7 +88,10 @@ def plain_step(
     """
     window = _filled_up(_last_token(state), config.width)  # [B, 1] -> [B, W]
     logits, target_kv = _score(config, target, state, window)
-    first_noise = _target_noise(config, state.key, state.length[:, None])
+    first_noise = None
+    if config.mode != "greedy":
+        keys = noise.position_keys(state.key, state.length[:, None], noise.TARGET)
+        first_noise = noise.gumbel(keys, config.vocab_size, arithmetic=config.arithmetic)
     adjusted = adjust(logits[:, :1], sampling, history_of(config, state, sampling))  # [B, W, V] -> [B, 1, V]
     choice = choose(warp(adjusted, sampling, mode=config.mode), sampling, first_noise)  # [B, 1]
     tokens = _filled_up(choice, config.width)  # [B, 1] -> [B, W]
@@ -111,45 +116,29 @@ def _filled_up(ids: mx.array, count: int) -> mx.array:
 
 def _judge_by_ratio(
     config: StepConfig,
-    state: DecodeState,
     sampling: Sampling,
     proposal: Proposal,
     warped: mx.array,
-    shared_noise: mx.array | None,
+    draws: noise.StepNoise,
     choice: mx.array,
     accepts: mx.array,
 ) -> tuple[mx.array, mx.array]:
     """How many proposals stand and which id follows them, int32 [B] each; rows of the other rule as `accepts` says."""
     by_ratio = (~sampling.coupled & (sampling.temperature > 0))[:, None]  # [B, 1]
     # behind the last proposal none is refused
-    both = laws(warped[:, :-1], proposal.warped, arithmetic=config.arithmetic_exp)  # [B, K + 1, V], [B, K, V]
+    both = laws(warped[:, :-1], proposal.warped, arithmetic=config.arithmetic)  # [B, K + 1, V], [B, K, V]
     target_probs, draft_probs = both.of(proposal.tokens)  # [B, K] each
-    uniforms = noise.uniform(noise.position_keys(state.key, _positions(config, state)[:, :-1], noise.ACCEPT))
-    ratio_accepts = accept.leviathan_accepts(target_probs, draft_probs, uniforms)
+    ratio_accepts = accept.leviathan_accepts(target_probs, draft_probs, draws.uniforms)
     accepted = accept.prefix_length(mx.where(by_ratio, ratio_accepts, accepts), proposal.count)
     refused = mx.minimum(accepted, config.proposals - 1)  # index of the refused proposal, where there is one
-    if shared_noise is None:
-        final_noise = _target_noise(config, state.key, (state.length + accepted)[:, None])  # [B, 1, V]
-        assert final_noise is not None
-        drawn = choose(_at(warped, accepted)[:, None], sampling, final_noise)[:, 0]
-        final_noise = final_noise[:, 0]  # [B, V]
+    final_noise = draws.target_at(accepted)  # [B, V]
+    if draws.one_position:
+        drawn = choose(_at(warped, accepted)[:, None], sampling, final_noise[:, None])[:, 0]
     else:
-        final_noise, drawn = _at(shared_noise, accepted), _at(choice, accepted)
+        drawn = _at(choice, accepted)
     residual = accept.residual_choice(*both.at(refused), final_noise)
     from_residual = by_ratio[:, 0] & (accepted < proposal.count)
     return accepted, mx.where(from_residual, residual, drawn)
-
-
-def _positions(config: StepConfig, state: DecodeState) -> mx.array:
-    """int32 [B, K + 1]: absolute positions of the ids that the window's logits decide."""
-    return state.length[:, None] + indices(config.proposals + 1)
-
-
-def _target_noise(config: StepConfig, key: mx.array, positions: mx.array) -> mx.array | None:
-    """The target's own noise at positions [B, N], float32 [B, N, V]; None when every row is greedy."""
-    if config.mode == "greedy":
-        return None
-    return noise.gumbel(noise.position_keys(key, positions, noise.TARGET), config.vocab_size)
 
 
 def _last_token(state: DecodeState) -> mx.array:
@@ -159,5 +148,4 @@ def _last_token(state: DecodeState) -> mx.array:
 
 def _at(values: mx.array, index: mx.array) -> mx.array:
     """One position a row: [B, N, ...] and int32 [B] to [B, ...]."""
-    shape = (-1, *([1] * (values.ndim - 1)))
-    return mx.take_along_axis(values, index.reshape(shape), axis=1).squeeze(1)
+    return values[indices(values.shape[0]), index]

@@ -8,7 +8,7 @@ unchanged bit for bit whatever its neighbours ask for.
 import mlx.core as mx
 
 from posttrainllm.kernel.config import Mode
-from posttrainllm.kernel.constants import indices
+from posttrainllm.kernel.constants import indices, one_row_as_scalar
 from posttrainllm.kernel.state import Sampling
 
 __all__ = ["choose", "warp"]
@@ -29,8 +29,8 @@ def warp(logits: mx.array, sampling: Sampling, *, mode: Mode) -> mx.array:
     logits = logits.astype(mx.float32)
     if mode == "greedy":
         return logits
-    sampled = (sampling.temperature > 0)[:, None, None]  # [B, 1, 1]
-    scaled = logits / mx.where(sampled, sampling.temperature[:, None, None], 1.0)
+    sampled = _sampled(sampling)
+    scaled = logits / mx.where(sampled, one_row_as_scalar(sampling.temperature[:, None, None]), 1.0)
     if mode == "sampled":
         return scaled
     threshold = mx.where(sampled, _threshold(scaled, sampling), -mx.inf)
@@ -50,8 +50,13 @@ def choose(warped: mx.array, sampling: Sampling, noise: mx.array | None) -> mx.a
     """
     if noise is not None:
         # where, never 0 * noise: the greedy bits must not depend on the noise at all
-        warped = mx.where((sampling.temperature > 0)[:, None, None], warped + noise, warped)
+        warped = mx.where(_sampled(sampling), warped + noise, warped)
     return mx.argmax(warped, axis=-1).astype(mx.int32)
+
+
+def _sampled(sampling: Sampling) -> mx.array:
+    """Which rows are not greedy, bool [B, 1, 1]."""
+    return one_row_as_scalar((sampling.temperature > 0)[:, None, None])
 
 
 def _threshold(scaled: mx.array, sampling: Sampling) -> mx.array:

@@ -109,18 +109,18 @@ LAWS = {
     ),
     "draws from p after a refusal": (
         accept.residual_choice,
-        "mx.maximum(target_probs - draft_probs, 0)",
+        "target_probs - draft_probs",
         "target_probs",
     ),
     "drafts greedily": (
         draft.propose,
-        "drawn = choose(warped[-1], sampling, None if own_noise is None else own_noise[:, index : index + 1])",
+        "drawn = choose(warped[-1], sampling, None if drawing_noise is None else drawing_noise[:, index : index + 1])",
         "drawn = mx.argmax(warped[-1], axis=-1).astype(mx.int32)",
     ),
     "judges by the draft's law one place on": (
         pure_step._judge_by_ratio,
         "laws(warped[:, :-1], proposal.warped,",
-        "laws(warped[:, :-1], mx.roll(proposal.warped, 1, axis=1),",
+        "laws(warped[:, :-1], (*proposal.warped[-1:], *proposal.warped[:-1]),",
     ),
 }
 

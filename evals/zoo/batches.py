@@ -1,0 +1,115 @@
+"""Windows of the training text in a seeded order, made ahead of the device by a thread of their own."""
+
+import queue
+import threading
+from typing import Any
+
+import attrs
+import numpy as np
+
+__all__ = ["Batches", "Prefetch"]
+
+_AHEAD = 4  # batches
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Batches:
+    """Batch number i, for any i: a run that resumes asks for the next number."""
+
+    ids: "np.ndarray[Any, Any]"
+    """uint16[N]."""
+    rows: int
+    sequence: int
+    seed: int
+    generated: "np.ndarray[Any, Any] | None" = None
+    """uint16[M, sequence + 1]: texts of the target."""
+    generated_share: float = 0.0
+    """Share of the batches that come from there."""
+
+    def batch(self, number: int) -> "np.ndarray[Any, Any]":
+        """Make a batch.
+
+        Args:
+            number: from 0 up.
+
+        Returns:
+            int32[rows, sequence + 1].
+        """
+        # floor((i + 1) s) - floor(i s) is 1 in a share s of all i, evenly spread
+        before, after = int(number * self.generated_share), int((number + 1) * self.generated_share)
+        if self.generated is not None and after > before:
+            return self._generated(before)
+        return self._text(number - before)
+
+    def _text(self, number: int) -> "np.ndarray[Any, Any]":
+        windows = (
+            len(self.ids) - self.sequence - 1
+        ) // self.sequence  # one less than fit: an epoch starts anywhere in it
+        rows = []
+        for index in range(number * self.rows, (number + 1) * self.rows):
+            epoch, place = divmod(index, windows)
+            start = _order(self.seed, epoch, windows)[place] * self.sequence + _shift(self.seed, epoch, self.sequence)
+            rows.append(self.ids[start : start + self.sequence + 1])
+        return np.stack(rows).astype(np.int32)
+
+    def _generated(self, number: int) -> "np.ndarray[Any, Any]":
+        assert self.generated is not None
+        count = len(self.generated)
+        places = [divmod(index, count) for index in range(number * self.rows, (number + 1) * self.rows)]
+        return np.stack([self.generated[_order(self.seed, epoch, count)[place]] for epoch, place in places]).astype(
+            np.int32
+        )
+
+
+class Prefetch:
+    """Batches of a range, made by a thread; use as a context manager."""
+
+    def __init__(self, batches: Batches, first: int) -> None:
+        self._batches, self._next = batches, first
+        self._queue: queue.Queue[np.ndarray[Any, Any] | BaseException] = queue.Queue(_AHEAD)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> "Prefetch":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        while self._thread.is_alive():
+            while not self._queue.empty():  # it may wait for a place
+                self._queue.get_nowait()
+            self._thread.join(0.05)
+
+    def take(self) -> "np.ndarray[Any, Any]":
+        """The next batch, int32[rows, sequence + 1]."""
+        found = self._queue.get()
+        if isinstance(found, BaseException):
+            raise found
+        return found
+
+    def _run(self) -> None:
+        try:
+            while not self._stop.is_set():
+                self._queue.put(self._batches.batch(self._next))
+                self._next += 1
+        except BaseException as error:  # told to the thread that waits
+            self._queue.put(error)
+
+
+_orders: dict[tuple[int, int, int], "np.ndarray[Any, Any]"] = {}
+
+
+def _order(seed: int, epoch: int, count: int) -> "np.ndarray[Any, Any]":
+    """A permutation of range(count); the last few are kept, since every row asks for one."""
+    key = (seed, epoch, count)
+    if key not in _orders:
+        while len(_orders) > 3:
+            _orders.pop(next(iter(_orders)))
+        _orders[key] = np.random.default_rng([seed, epoch, count]).permutation(count)
+    return _orders[key]
+
+
+def _shift(seed: int, epoch: int, sequence: int) -> int:
+    """Where an epoch's windows start: other epochs cut the text at other places."""
+    return (seed * 7919 + epoch * 104729) % sequence

@@ -1,0 +1,76 @@
+"""Texts that the target itself writes: acceptance is measured on such text, so a draft may train on it."""
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+__all__ = ["target_texts"]
+
+_PROMPT = 32  # tokens
+_AT_ONCE = 256  # rows
+
+
+def target_texts(
+    target: nn.Module,
+    ids: "np.ndarray[Any, Any]",
+    *,
+    rows: int,
+    sequence: int,
+    seed: int,
+    greedy_share: float,
+    file: Path,
+) -> "np.ndarray[Any, Any]":
+    """Continue windows of the training text, some greedily and the rest at temperature 1.
+
+    Args:
+        target: mlx-lm's module.
+        ids: uint16[N], the training text.
+        rows: how many.
+        sequence: tokens of each, and one more.
+        seed: of prompts and draws.
+        greedy_share: of the rows.
+        file: .npy that keeps them for a run that resumes.
+
+    Returns:
+        uint16[rows, sequence + 1].
+    """
+    if file.is_file():
+        kept: np.ndarray[Any, Any] = np.load(file, allow_pickle=False)
+        if kept.shape == (rows, sequence + 1):
+            return kept
+    prompt = min(_PROMPT, sequence // 2)
+    starts = np.random.default_rng([seed, rows]).integers(0, len(ids) - prompt, rows)
+    prompts = np.stack([ids[start : start + prompt] for start in starts]).astype(np.int32)
+    greedy = np.arange(rows) % 100 < 100 * greedy_share
+    parts = []
+    for first in range(0, rows, _AT_ONCE):
+        part = slice(first, first + _AT_ONCE)
+        key = mx.random.key(seed + 1 + first)
+        parts.append(_continue(target, prompts[part], greedy[part], sequence + 1, key))
+    mx.clear_cache()  # what the caches took is for training now
+    found = np.concatenate(parts).astype(np.uint16)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    np.save(file, found)
+    return found
+
+
+def _continue(
+    target: nn.Module, prompts: "np.ndarray[Any, Any]", greedy: "np.ndarray[Any, Any]", length: int, key: mx.array
+) -> "np.ndarray[Any, Any]":
+    from mlx_lm.models.cache import make_prompt_cache
+
+    cache = make_prompt_cache(target)
+    temperature_0 = mx.array(greedy)
+    tokens = mx.array(prompts)
+    pieces = [tokens]
+    for _ in range(length - prompts.shape[1]):
+        logits = target(tokens, cache=cache)[:, -1].astype(mx.float32)  # [B, V]
+        key, own = mx.random.split(key)
+        drawn = mx.random.categorical(logits, key=own)
+        tokens = mx.where(temperature_0, logits.argmax(axis=-1), drawn).astype(mx.int32)[:, None]  # [B, 1]
+        pieces.append(tokens)
+        mx.async_eval(tokens, key)
+    return np.array(mx.concatenate(pieces, axis=1))

@@ -1,0 +1,54 @@
+"""What a training run was asked to do."""
+
+from pathlib import Path
+
+import attrs
+
+from posttrainllm.evals.zoo.schedule import Budget
+
+__all__ = ["Settings"]
+
+
+@attrs.frozen(kw_only=True)
+class Settings:
+    """Options of `posttrainllm zoo train`."""
+
+    preset: str
+    corpus: Path
+    out: Path
+    tokenizer: Path
+    budget: Budget
+    batch: int
+    accumulate: int
+    sequence: int
+    learning_rate: float
+    optimizer: str
+    weight_decay: float
+    warm_up: float
+    z_loss: float
+    seed: int
+    dtype: str
+    init: Path | None
+    distill_from: Path | None
+    distill_weight: float
+    on_policy: float
+    on_policy_rows: int
+    on_policy_greedy: float
+    resume: bool
+    checkpoint_every: float
+    """Minutes; 0 for none but the one at a stop."""
+    evaluate_every: int
+    """Steps; 0 for the end alone."""
+    evaluate_characters: int
+    log_every: int
+    """Steps."""
+    stop_after: float | None
+    """Minutes of the process."""
+
+    @property
+    def identity(self) -> dict[str, object]:
+        """What a resumed run must share with the one it goes on with."""
+        names = ("preset", "batch", "accumulate", "sequence", "learning_rate", "optimizer", "weight_decay", "warm_up")
+        more = ("z_loss", "seed", "dtype", "distill_weight", "on_policy", "on_policy_rows", "on_policy_greedy")
+        found: dict[str, object] = {name: getattr(self, name) for name in (*names, *more)}
+        return found | {"steps": self.budget.steps, "minutes": self.budget.minutes, "distil": bool(self.distill_from)}

@@ -98,6 +98,7 @@ class _Api:
             "speculative": self._speculative(),
             "slots": {"total": self._scheduler.engine.rows, "busy": in_rows},
             "queue": {"waiting": waiting},
+            "prefix_cache": self._prefix_cache(),
         }
         return JSONResponse(body, status_code=200 if closed is None else 503)
 
@@ -195,6 +196,12 @@ class _Api:
         engine = self._scheduler.engine
         state = speculation(self._scheduler.standing, engine.width, auto=engine.curves is not None)
         return {**state, "pays": self._scheduler.pays if state["enabled"] else None}
+
+    def _prefix_cache(self) -> dict[str, int] | None:
+        prefixes = self._scheduler.engine.prefixes
+        if prefixes is None:
+            return None
+        return {"bytes": prefixes.used, "most_bytes": prefixes.limit, "chunks": len(prefixes)}
 
     def _card(self) -> dict[str, Any]:
         settings, pair = self._settings, self._scheduler.engine.pair

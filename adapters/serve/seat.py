@@ -112,8 +112,10 @@ class Seat:
         if chunk.finish_reason is None:
             return Update(chunk=chunk)
         outcome = Outcome(
+            index=self.job.index,
             usage=self._completion.usage(),
             timings=self._completion.timings(),
+            cached_tokens=self._prefill.cached,
             queue_s=self._since - self.job.since,
             speculative=self._speculative,
         )

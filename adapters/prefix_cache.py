@@ -1,10 +1,10 @@
 """Prompt chunks whose keys and values are kept, so that a prompt which begins alike need not compute them again.
 
 Only what prefill wrote is kept, whole chunks at absolute multiples of P: the keys and values of a token depend on the
-shapes that computed them, and a reply was decoded in others. So what is put back has the bits of what would be computed.
+shapes that computed them, and a reply was decoded in others. So what is put back has the bits of what is left out.
 
-A chunk is found by its own ids and by the chunk before it. The ids are compared themselves: two that hash alike are two.
-One cache belongs to one engine, so nothing of other models, dtypes or shapes can be found in it.
+A chunk is found by its own ids and by the chunk before it. The ids are compared themselves, so two that hash alike are
+two. One cache belongs to one engine, so nothing of other models, dtypes or shapes can be found in it.
 """
 
 from collections import OrderedDict

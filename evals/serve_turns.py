@@ -1,8 +1,8 @@
 """`python -m posttrainllm.evals.serve_turns`: what a chat's second turn gains where the server keeps prompts.
 
 Two servers, one of which keeps nothing (`--prefix-cache-mb 0`). Each conversation is a first prompt and its reply, then
-a second prompt: the first one, the reply, and a question. Both servers are asked in turns, greedily, the first conversation
-to warm up. Conversations begin differently, so that nothing is found but what their own first turn left. Times to the
+a second prompt: the first one, the reply, and a question. Both servers are asked in turns, greedily; the first
+conversation warms up. All begin differently, so that nothing is found but what their own first turn left. Times to the
 first token are the servers' own: queue and HTTP are left out.
 """
 
@@ -99,9 +99,7 @@ def run(
     for name, got in {**{f"{name}-tokens": count for name, count in counts.items()}, "repeats": repeats}.items():
         if got < 1:
             raise UsageError(f"--{name}: got {got}, expected 1 or more")
-    tokenizer = load_tokenizer(
-        read_checkpoint(locate(model if model is not None else embedded_path(_EMBEDDED_TARGET)))
-    )
+    tokenizer = load_tokenizer(read_checkpoint(locate(model if model is not None else embedded_path(_EMBEDDED_TARGET))))
     source = [index for text, rest in read_prompts(HELD_OUT) for index in tokenizer.encode(text + rest)]
     arguments = ["--dtype", dtype, "--forward", forward, "--gate", "off"]
     arguments += [] if draft_model is None else ["--draft-model", draft_model]
@@ -116,7 +114,9 @@ def run(
         card = askers[0].card()
         conversations = []
         for number in range(repeats + 1):
-            ids = [source[(number * _BETWEEN + place) % len(source)] for place in range(prompt_tokens + question_tokens)]
+            ids = [
+                source[(number * _BETWEEN + place) % len(source)] for place in range(prompt_tokens + question_tokens)
+            ]
             order = askers if number % 2 else askers[::-1]
             turns = {id(asker): _converse(asker, tokenizer, ids, prompt_tokens, reply_tokens) for asker in order}
             conversations.append([turns[id(asker)] for asker in askers])

@@ -1,4 +1,4 @@
-"""Prompts that begin alike: what is used again has the bits of what would be computed, and takes no more than allowed."""
+"""Prompts that begin alike: what is used again has the bits of what is computed, and takes no more than allowed."""
 
 import attrs
 import mlx.core as mx
@@ -255,8 +255,8 @@ def filled(limit_chunks, *, size=100):
 
 def keep_all(cache, prompt, size=100):
     prefix, _ = cache.find(prompt)
-    for start in range(4 * len(prefix.keys), len(prompt) - 4, 4):
-        prefix = cache.keep(prefix, prompt[start : start + 4], chunk_of(size))
+    for place in range(4 * len(prefix.keys), len(prompt) - 4, 4):
+        prefix = cache.keep(prefix, prompt[place : place + 4], chunk_of(size))
         assert cache.used <= cache.limit
     return prefix
 

@@ -22,6 +22,7 @@ from posttrainllm.adapters.serve.answers import EventStream, events, whole_answe
 from posttrainllm.adapters.serve.body import parse_object, read_body
 from posttrainllm.adapters.serve.errors import ApiError, as_api_error, one_line
 from posttrainllm.adapters.serve.formats import ChatFormat, CompletionFormat, Format
+from posttrainllm.adapters.serve.metrics import Ending, ending_of
 from posttrainllm.adapters.serve.prepare import Work, count_choices, prepare_chat, prepare_completion
 from posttrainllm.adapters.serve.request_options import unknown_model
 from posttrainllm.adapters.serve.scheduler import Scheduler
@@ -53,10 +54,11 @@ def make_app(scheduler: Scheduler, settings: ServeSettings, *, cors_origins: tup
     api = _Api(scheduler, settings)
     routes = [
         Route("/health", api.health, methods=["GET"]),
+        Route("/metrics", api.guarded(api.metrics), methods=["GET"]),
         Route("/v1/models", api.guarded(api.models), methods=["GET"]),
         Route("/v1/models/{name:path}", api.guarded(api.model), methods=["GET"]),
-        Route("/v1/chat/completions", api.guarded(api.chat), methods=["POST"]),
-        Route("/v1/completions", api.guarded(api.completions), methods=["POST"]),
+        Route("/v1/chat/completions", api.guarded(api.chat, "chat"), methods=["POST"]),
+        Route("/v1/completions", api.guarded(api.completions, "completions"), methods=["POST"]),
     ]
     cors = Middleware(
         CORSMiddleware,
@@ -102,6 +104,11 @@ class _Api:
         }
         return JSONResponse(body, status_code=200 if closed is None else 503)
 
+    async def metrics(self, request: Request) -> Response:
+        """GET /metrics: counts and state, for Prometheus."""
+        body, content_type = self._scheduler.metrics.exposition(request.headers.get("accept", ""))
+        return Response(body, headers={"content-type": content_type})
+
     async def models(self, request: Request) -> Response:
         """GET /v1/models."""
         return JSONResponse({"object": "list", "data": [self._card()]})
@@ -121,17 +128,29 @@ class _Api:
         """POST /v1/completions."""
         return await self._generate(request, "cmpl", CompletionRequest, prepare_completion, CompletionFormat)
 
-    def guarded(self, endpoint: _Endpoint) -> _Endpoint:
-        """Ask for the key first, and turn our errors into answers."""
+    def guarded(self, endpoint: _Endpoint, counted: str | None = None) -> _Endpoint:
+        """Ask for the key first, turn our errors into answers, and count a request under a name where it has one."""
 
         async def answered(request: Request) -> Response:
+            request.state.endpoint = counted
             try:
                 self._check_key(request)
                 return await endpoint(request)
             except PosttrainllmError as error:
-                return _refusal(request, as_api_error(error))
+                told = as_api_error(error)
+                self._ended(request, ending_of(told))
+                return _refusal(request, told)
+            except Exception:  # a fault of ours, which is told elsewhere
+                self._ended(request, "failed")
+                raise
 
         return answered
+
+    def _ended(self, request: Request, ending: Ending) -> None:
+        """Count a request, once: the first to tell knows how it ended."""
+        endpoint, request.state.endpoint = request.state.endpoint, None
+        if endpoint is not None:
+            self._scheduler.metrics.ended(endpoint, ending)
 
     async def _generate(
         self,
@@ -164,6 +183,7 @@ class _Api:
 
             def finish() -> None:
                 submission.close()
+                self._ended(request, submission.ending)
                 LOGGER.info("%s %s", request.url.path, submission.summary)
 
             if work.stream:
@@ -173,6 +193,7 @@ class _Api:
             finally:
                 finish()
         except ClientGoneError:
+            self._ended(request, "cancelled")
             return Response(status_code=_CLIENT_GONE)
 
     async def _aside(self, work: Callable[[], _Result]) -> _Result:

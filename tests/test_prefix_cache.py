@@ -4,12 +4,21 @@ import attrs
 import mlx.core as mx
 import numpy as np
 import pytest
-from support import bare_tokenizer, tiny_pair, without_draft
+from support import (
+    bare_tokenizer,
+    fused_weights,
+    tiny_config,
+    tiny_model,
+    tiny_module,
+    tiny_pair,
+    without_draft,
+)
 
 from posttrainllm.adapters import prefix_cache as module
 from posttrainllm.adapters.engine import Engine
+from posttrainllm.adapters.loading.cuda_llama import one_buffer, plain_llama_forward
 from posttrainllm.adapters.loading.memory import Forecast
-from posttrainllm.adapters.loading.module import Model
+from posttrainllm.adapters.loading.module import Model, model_from_module
 from posttrainllm.adapters.loading.pair import Pair
 from posttrainllm.adapters.prefix_cache import PrefixCache
 from posttrainllm.adapters.rows import RowRequest
@@ -81,6 +90,24 @@ def bits(prefill):
     return [np.array(array).tobytes() for array in arrays]
 
 
+def other_cache_pair(kind):
+    """Models whose caches are one buffer for all layers, as the CUDA kernel's are, or those of mlx-lm's modules."""
+
+    def model(layers, seed):
+        config = tiny_config(layers=layers, vocab=512)
+        module = tiny_module(config, seed=seed)
+        if kind == "module":
+            return model_from_module(module, name="module", dtype="float32", context=512)
+        weights = fused_weights(module, config)
+        made = tiny_model(module, config, name="buffer", dtype="float32", context=512)
+        return attrs.evolve(
+            made, forward=plain_llama_forward(weights), kv_shapes=one_buffer(weights.shape), copies_cache=True
+        )
+
+    tokenizer = bare_tokenizer(512)
+    return Pair(target=model(2, 1), draft=model(1, 2), tokenizer=tokenizer, runtime=start(), reason=None)
+
+
 def width_bound_pair():
     """A model whose every key and value says how wide the window was that wrote it, and whose logits show it.
 
@@ -141,6 +168,18 @@ def test_a_row_has_the_same_bits_with_and_without_a_hit_wherever_the_prompt_ends
     # the last id is fed by the first step, so n chunks hold a prompt of n * P + 1 ids, and one of n * P lacks a slot
     assert hit.cached == (length - 1) // CHUNK * CHUNK
     assert bits(hit) == bits(prefilled(engine_of(drafted, prefix_bytes=0), request_of(drafted, PROMPT[:length])))
+
+
+@pytest.mark.parametrize("kind", ["one buffer", "module"])
+def test_other_caches_are_put_back_alike(kind):
+    pair = other_cache_pair(kind)
+    engine, plain = engine_of(pair), engine_of(pair, prefix_bytes=0)
+    prefilled(engine, request_of(pair, PROMPT))
+    longer = (*PROMPT[:40], *NEIGHBOURS[1])
+    assert prefilled(engine, request_of(pair, longer)).cached == 32
+    assert bits(prefilled(engine, request_of(pair, longer))) == bits(prefilled(plain, request_of(pair, longer)))
+    request = request_of(pair, longer, **WAYS["leviathan"])
+    assert replies(engine, [request])[0] == replies(plain, [request])[0]
 
 
 def test_a_prompt_shorter_than_what_is_kept_takes_its_own_part(drafted):

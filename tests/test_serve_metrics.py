@@ -1,5 +1,6 @@
 """What `/metrics` says, held against what answers say; and a prompt's second turn, through a real server."""
 
+import asyncio
 import json
 import re
 from pathlib import Path
@@ -14,8 +15,10 @@ from posttrainllm.adapters import costs
 from posttrainllm.adapters.adaptive import Curve
 from posttrainllm.adapters.gate.standing import Standing
 from posttrainllm.adapters.serve import watch as watch_module
+from posttrainllm.adapters.serve.app import make_app
 from posttrainllm.adapters.serve.errors import ApiError
 from posttrainllm.adapters.serve.metrics import OUTCOMES, Metrics, ending_of
+from posttrainllm.adapters.serve.settings import ServeSettings
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 KEY = "a secret key"
@@ -66,6 +69,77 @@ def test_counts_are_the_sums_of_what_the_choices_were_told(pair):
     assert found["inter_token_latency_seconds_count",] == steps - len(clients)  # the first of each is another matter
     assert found["step_seconds_count", ("drafted", "true")] <= steps
     assert found["step_seconds_count", ("drafted", "false")] == 0
+
+
+def test_ids_and_proposals_behind_the_end_of_a_reply_are_not_counted():
+    """The draft is the target, so every window is accepted whole, and the reply ends within one."""
+    same = tiny_pair(draft="same")
+    (whole,) = run(scheduler_of(same), Client(tokens=40))
+    for stop in (5, 6, 7, 8):
+        scheduler = scheduler_of(same)
+        (client,) = run(scheduler, Client(tokens=40, stop_token_ids=(whole.ids[stop],)))
+        usage, found = client.outcome.usage, scraped(scheduler)
+        assert client.ids == whole.ids[: whole.ids.index(whole.ids[stop]) + 1]
+        assert found["generated_tokens_total",] == usage.completion_tokens == len(client.ids)
+        assert found["draft_proposed_tokens_total",] == usage.draft_proposed
+        assert found["draft_accepted_tokens_total",] == usage.draft_accepted
+
+
+def settings_of(pair, **changes):
+    return ServeSettings(
+        **{
+            "name": "tiny",
+            "other_names": (),
+            "context": 200,
+            "longest_text": 1000,
+            "max_body_bytes": 10_000,
+            "max_tokens": 50,
+            "accept_rule": "leviathan",
+            "vocab_size": pair.vocab_size,
+            "prompt_vocab_size": pair.vocab_size,
+            "api_key": None,
+            "request_timeout_s": None,
+            "created": 1,
+            "fingerprint": "fp",
+            **changes,
+        }
+    )
+
+
+async def posted(app, body):
+    """The status of an answer, with no server between."""
+    left, sent = [{"type": "http.request", "body": json.dumps(body).encode()}], []
+    headers = [(b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": COMPLETIONS, "query_string": b"", "headers": headers}
+
+    async def receive():
+        if left:
+            return left.pop()
+        await asyncio.Event().wait()  # the client stays
+
+    async def send(message):
+        sent.append(message)
+
+    await app(scope, receive, send)
+    return sent[0]["status"]
+
+
+def test_a_request_that_fails_once_it_waits_is_counted_once(pair):
+    """Nobody steps the engine: time is up, with the request in the line."""
+    scheduler = scheduler_of(pair, slots=1, queue=0)
+    app = make_app(scheduler, settings_of(pair, request_timeout_s=0.1))
+
+    async def both():
+        first = asyncio.ensure_future(posted(app, {"prompt": [1, 2], "max_tokens": 5}))
+        while scheduler.admission.counts[1] == 0:
+            await asyncio.sleep(0.001)
+        return [await posted(app, {"prompt": [1, 2], "max_tokens": 5}), await first]
+
+    assert asyncio.run(both()) == [429, 504]
+    found = scraped(scheduler)
+    requests = {key: value for key, value in found.items() if key[0] == "requests_total" and value}
+    counted = {dict(labels)["outcome"]: value for (_, *labels), value in requests.items()}
+    assert counted == {"busy": 1, "timed_out": 1}
 
 
 def test_what_a_client_gave_up_is_counted_as_far_as_it_went(pair):

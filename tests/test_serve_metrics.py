@@ -115,7 +115,7 @@ async def posted(app, body):
     async def receive():
         if left:
             return left.pop()
-        await asyncio.Event().wait()  # the client stays
+        return await asyncio.get_running_loop().create_future()  # the client stays
 
     async def send(message):
         sent.append(message)

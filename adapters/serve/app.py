@@ -16,17 +16,17 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from posttrainllm.adapters.loading.tokenizer import Tokenizer
 from posttrainllm.adapters.runtime import LOGGER
-from posttrainllm.adapters.serve.answers import EventStream, events, whole_answer
+from posttrainllm.adapters.serve.answers import EventStream
 from posttrainllm.adapters.serve.body import parse_object, read_body
+from posttrainllm.adapters.serve.dialect import CHAT, COMPLETIONS, OLLAMA_CHAT, OLLAMA_GENERATE, Dialect
 from posttrainllm.adapters.serve.errors import ApiError, as_api_error, one_line
-from posttrainllm.adapters.serve.formats import ChatFormat, CompletionFormat, Format
 from posttrainllm.adapters.serve.metrics import Ending, ending_of
-from posttrainllm.adapters.serve.prepare import Work, count_choices, prepare_chat, prepare_completion
+from posttrainllm.adapters.serve.ollama import served_name
+from posttrainllm.adapters.serve.ollama_answers import model_card, model_details
+from posttrainllm.adapters.serve.prepare import count_choices
 from posttrainllm.adapters.serve.request_options import unknown_model
 from posttrainllm.adapters.serve.scheduler import Scheduler
-from posttrainllm.adapters.serve.schema import ChatRequest, CompletionRequest, parse
 from posttrainllm.adapters.serve.settings import ServeSettings
 from posttrainllm.adapters.serve.speculation import speculation
 from posttrainllm.adapters.serve.submission import ClientGoneError, Submission, unless_gone
@@ -37,7 +37,7 @@ __all__ = ["make_app"]
 _CLIENT_GONE = 499  # nobody reads it
 _Result = TypeVar("_Result")
 _Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
-_Prepare: TypeAlias = Callable[[Any, ServeSettings, Tokenizer], Work]
+_Refused: TypeAlias = Callable[[Request, ApiError], Response]
 
 
 def make_app(scheduler: Scheduler, settings: ServeSettings, *, cors_origins: tuple[str, ...] = ()) -> Starlette:
@@ -57,8 +57,13 @@ def make_app(scheduler: Scheduler, settings: ServeSettings, *, cors_origins: tup
         Route("/metrics", api.guarded(api.metrics), methods=["GET"]),
         Route("/v1/models", api.guarded(api.models), methods=["GET"]),
         Route("/v1/models/{name:path}", api.guarded(api.model), methods=["GET"]),
-        Route("/v1/chat/completions", api.guarded(api.chat, "chat"), methods=["POST"]),
-        Route("/v1/completions", api.guarded(api.completions, "completions"), methods=["POST"]),
+        Route("/v1/chat/completions", api.generating(CHAT), methods=["POST"]),
+        Route("/v1/completions", api.generating(COMPLETIONS), methods=["POST"]),
+        Route("/api/chat", api.generating(OLLAMA_CHAT, _ollama_refusal), methods=["POST"]),
+        Route("/api/generate", api.generating(OLLAMA_GENERATE, _ollama_refusal), methods=["POST"]),
+        Route("/api/tags", api.guarded(api.tags, refused=_ollama_refusal), methods=["GET"]),
+        Route("/api/show", api.guarded(api.show, refused=_ollama_refusal), methods=["POST"]),
+        Route("/api/version", api.guarded(api.version, refused=_ollama_refusal), methods=["GET"]),
     ]
     cors = Middleware(
         CORSMiddleware,
@@ -120,16 +125,30 @@ class _Api:
             raise unknown_model(name, self._settings)
         return JSONResponse(self._card())
 
-    async def chat(self, request: Request) -> Response:
-        """POST /v1/chat/completions."""
-        return await self._generate(request, "chatcmpl", ChatRequest, prepare_chat, ChatFormat)
+    async def tags(self, request: Request) -> Response:
+        """GET /api/tags, Ollama's list of models."""
+        return JSONResponse({"models": [model_card(self._settings, self._scheduler.engine.pair)]})
 
-    async def completions(self, request: Request) -> Response:
-        """POST /v1/completions."""
-        return await self._generate(request, "cmpl", CompletionRequest, prepare_completion, CompletionFormat)
+    async def show(self, request: Request) -> Response:
+        """POST /api/show, what Ollama says of a model."""
+        served_name(parse_object(await read_body(request, self._settings.max_body_bytes)), self._settings)
+        return JSONResponse(model_details(self._settings, self._scheduler.engine.pair))
 
-    def guarded(self, endpoint: _Endpoint, counted: str | None = None) -> _Endpoint:
+    async def version(self, request: Request) -> Response:
+        """GET /api/version, of this package."""
+        return JSONResponse({"version": self._scheduler.engine.pair.runtime.versions["posttrainllm"]})
+
+    def generating(self, dialect: Dialect, refused: _Refused | None = None) -> _Endpoint:
+        """The endpoint of a dialect."""
+
+        async def generated(request: Request) -> Response:
+            return await self._generate(request, dialect)
+
+        return self.guarded(generated, dialect.name, refused=refused)
+
+    def guarded(self, endpoint: _Endpoint, counted: str | None = None, *, refused: _Refused | None = None) -> _Endpoint:
         """Ask for the key first, turn our errors into answers, and count a request under a name where it has one."""
+        refuse = refused or _refusal
 
         async def answered(request: Request) -> Response:
             request.state.endpoint = counted
@@ -139,7 +158,7 @@ class _Api:
             except PosttrainllmError as error:
                 told = as_api_error(error)
                 self._ended(request, ending_of(told))
-                return _refusal(request, told)
+                return refuse(request, told)
             except Exception:  # a fault of ours, which is told elsewhere
                 self._ended(request, "failed")
                 raise
@@ -152,34 +171,31 @@ class _Api:
         if endpoint is not None:
             self._scheduler.metrics.ended(endpoint, ending)
 
-    async def _generate(
-        self,
-        request: Request,
-        prefix: str,
-        kind: type[ChatRequest] | type[CompletionRequest],
-        prepare: _Prepare,
-        shape_of: type[Format],
-    ) -> Response:
+    async def _generate(self, request: Request, dialect: Dialect) -> Response:
         arrived = time.perf_counter()
-        request_id = request.state.id = f"{prefix}-{secrets.token_hex(12)}"
+        request_id = request.state.id = f"{dialect.id_prefix}-{secrets.token_hex(12)}"
         settings, scheduler = self._settings, self._scheduler
         tokenizer = scheduler.engine.pair.tokenizer
         data = await read_body(request, settings.max_body_bytes)
+        headers = {"x-request-id": request_id}
         try:
-            body = await unless_gone(request, self._aside(lambda: parse(kind, parse_object(data))))
+            body = await unless_gone(request, self._aside(lambda: dialect.parse(parse_object(data), settings)))
+            if body is None:
+                assert dialect.nothing is not None, "a dialect says what it answers to nothing"
+                self._ended(request, "ok")
+                return JSONResponse(dialect.nothing(settings), headers=headers)
             LOGGER.debug("%s: %s", request_id, body)
             with scheduler.admission.room(count_choices(body)) as put:
-                work = await unless_gone(request, self._aside(lambda: prepare(body, settings, tokenizer)))
+                work = await unless_gone(request, self._aside(lambda: dialect.prepare(body, settings, tokenizer)))
                 seconds = settings.request_timeout_s
                 submission = Submission(put, work, request_id, arrived=arrived, seconds=seconds)
-            shape = shape_of(
+            shape = dialect.shape_of(
                 request_id=request_id,
                 created=int(time.time()),
                 model=settings.name,
                 fingerprint=lambda: f"{settings.fingerprint}-w{scheduler.engine.width}",
                 tokenizer=tokenizer,
             )
-            headers = {"x-request-id": request_id}
 
             def finish() -> None:
                 submission.close()
@@ -187,9 +203,9 @@ class _Api:
                 LOGGER.info("%s %s", request.url.path, submission.summary)
 
             if work.stream:
-                return EventStream(events(submission, work, shape), finish, headers)
+                return EventStream(dialect.stream(submission, work, shape), finish, headers, dialect.media_type)
             try:
-                return JSONResponse(await unless_gone(request, whole_answer(submission, work, shape)), headers=headers)
+                return JSONResponse(await unless_gone(request, dialect.whole(submission, work, shape)), headers=headers)
             finally:
                 finish()
         except ClientGoneError:
@@ -238,12 +254,19 @@ class _Api:
         }
 
 
-def _refusal(request: Request, error: ApiError) -> Response:
-    """An error in OpenAI's shape."""
+def _ollama_refusal(request: Request, error: ApiError) -> Response:
+    """An error in Ollama's shape."""
+    return _refusal(request, error, {"error": str(error)})
+
+
+def _refusal(request: Request, error: ApiError, body: dict[str, Any] | None = None) -> Response:
+    """An error in OpenAI's shape, unless the body is another."""
     request_id = getattr(request.state, "id", None) or f"req-{secrets.token_hex(12)}"
     LOGGER.info("%s %s: %d %s", one_line(request.url.path), request_id, error.status, error.code or error.param or "")
     LOGGER.debug("%s: %s", request_id, error)  # it quotes the client
-    return JSONResponse(error.body(), status_code=error.status, headers={**error.headers, "x-request-id": request_id})
+    return JSONResponse(
+        body or error.body(), status_code=error.status, headers={**error.headers, "x-request-id": request_id}
+    )
 
 
 async def _unrouted(request: Request, error: Exception) -> Response:

@@ -18,7 +18,7 @@ __all__ = ["ENDPOINTS", "OUTCOMES", "Ending", "Metrics", "ending_of"]
 
 Ending: TypeAlias = Literal["ok", "cancelled", "refused", "busy", "timed_out", "failed"]
 OUTCOMES: tuple[Ending, ...] = ("ok", "cancelled", "refused", "busy", "timed_out", "failed")
-ENDPOINTS = ("chat", "completions")
+ENDPOINTS = ("chat", "completions", "ollama_chat", "ollama_generate")
 _BUSY, _TIMED_OUT, _FAULT = 429, 504, 500
 _STEP_S = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2, 5)
 _WAIT_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)

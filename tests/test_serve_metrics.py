@@ -9,6 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from serving import ServerProcess, wait_for
 from support import tiny_pair
+from test_cli import invoke
 from test_scheduler import PROMPTS, Client, run, scheduler_of
 
 from posttrainllm.adapters import costs
@@ -269,7 +270,9 @@ def test_the_dashboard_asks_for_metrics_that_there_are(pair):
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     options = ("--gate", "off", "--slots", "2", "--queue", "1", "--max-context", "507", "--prefix-cache-mb", "64")
-    with ServerProcess(tmp_path_factory.mktemp("metrics"), *options, POSTTRAINLLM_API_KEY=KEY) as server:
+    folder = tmp_path_factory.mktemp("metrics")
+    with ServerProcess(folder, *options, "--record-dir", str(folder), POSTTRAINLLM_API_KEY=KEY) as server:
+        server.folder = folder
         server.headers = {"authorization": f"Bearer {KEY}"}
         yield server
 
@@ -356,6 +359,16 @@ def test_the_same_prompt_gives_the_same_answer_from_a_server_that_keeps_nothing(
         assert plain.get("/health").json()["prefix_cache"] is None
     assert [cached(value) for value in expected] == [0] * 3
     assert [value["choices"] for value in kept] == [value["choices"] for value in expected]
+
+
+def test_a_trace_of_a_prompt_that_was_kept_replays(server):
+    answer(server)
+    value = answer(server, temperature=0.8, seed=6)
+    assert cached(value) > 0
+    trace = server.folder / f"{value['id']}-0.jsonl"
+    wait_for(lambda: '{"end"' in trace.read_text(encoding="utf-8"))
+    done = invoke("replay", str(trace))
+    assert done.exit_code == 0, done.output
 
 
 def test_metrics_want_the_key(server):

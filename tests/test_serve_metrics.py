@@ -348,6 +348,7 @@ def test_the_second_turn_of_a_chat_says_what_was_not_read_again_and_health_how_m
     assert health["chunks"] >= cached(second) // 64
 
 
+@pytest.mark.slow
 def test_the_same_prompt_gives_the_same_answer_from_a_server_that_keeps_nothing(server, tmp_path):
     bodies = [{}, {"temperature": 0.9, "seed": 4}, {"temperature": 0.9, "seed": 4, "accept_rule": "coupled"}]
     answer(server)

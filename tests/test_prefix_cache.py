@@ -87,11 +87,13 @@ def bits(prefill):
     state = prefill.state()
     arrays = [state.tokens, state.length, state.limit, state.key]
     arrays += [part for kv in (state.target_kv, state.draft_kv) for layer in kv for part in layer]
-    return [np.array(array).tobytes() for array in arrays]
+    return [np.array(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array).tobytes() for array in arrays]
 
 
 def other_cache_pair(kind):
-    """Models whose caches are one buffer for all layers, as the CUDA kernel's are, or those of mlx-lm's modules."""
+    """Models whose caches are one buffer for all layers, as the CUDA kernel's are, or of other forwards or bits."""
+    if kind == "bfloat16":
+        return tiny_pair(dtype=kind, draft="noisy")
 
     def model(layers, seed):
         config = tiny_config(layers=layers, vocab=512)
@@ -170,7 +172,7 @@ def test_a_row_has_the_same_bits_with_and_without_a_hit_wherever_the_prompt_ends
     assert bits(hit) == bits(prefilled(engine_of(drafted, prefix_bytes=0), request_of(drafted, PROMPT[:length])))
 
 
-@pytest.mark.parametrize("kind", ["one buffer", "module"])
+@pytest.mark.parametrize("kind", ["one buffer", "module", "bfloat16"])
 def test_other_caches_are_put_back_alike(kind):
     pair = other_cache_pair(kind)
     engine, plain = engine_of(pair), engine_of(pair, prefix_bytes=0)

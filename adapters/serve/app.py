@@ -20,11 +20,12 @@ from posttrainllm.adapters.runtime import LOGGER
 from posttrainllm.adapters.serve.answers import EventStream
 from posttrainllm.adapters.serve.body import parse_object, read_body
 from posttrainllm.adapters.serve.dialect import CHAT, COMPLETIONS, OLLAMA_CHAT, OLLAMA_GENERATE, Dialect
-from posttrainllm.adapters.serve.errors import ApiError, as_api_error, one_line
+from posttrainllm.adapters.serve.errors import ApiError, as_api_error
 from posttrainllm.adapters.serve.metrics import Ending, ending_of
 from posttrainllm.adapters.serve.ollama import served_name
 from posttrainllm.adapters.serve.ollama_answers import model_card, model_details
 from posttrainllm.adapters.serve.prepare import count_choices
+from posttrainllm.adapters.serve.refusals import ollama_refusal, refusal, unexpected, unrouted
 from posttrainllm.adapters.serve.request_options import unknown_model
 from posttrainllm.adapters.serve.scheduler import Scheduler
 from posttrainllm.adapters.serve.settings import ServeSettings
@@ -59,11 +60,11 @@ def make_app(scheduler: Scheduler, settings: ServeSettings, *, cors_origins: tup
         Route("/v1/models/{name:path}", api.guarded(api.model), methods=["GET"]),
         Route("/v1/chat/completions", api.generating(CHAT), methods=["POST"]),
         Route("/v1/completions", api.generating(COMPLETIONS), methods=["POST"]),
-        Route("/api/chat", api.generating(OLLAMA_CHAT, _ollama_refusal), methods=["POST"]),
-        Route("/api/generate", api.generating(OLLAMA_GENERATE, _ollama_refusal), methods=["POST"]),
-        Route("/api/tags", api.guarded(api.tags, refused=_ollama_refusal), methods=["GET"]),
-        Route("/api/show", api.guarded(api.show, refused=_ollama_refusal), methods=["POST"]),
-        Route("/api/version", api.guarded(api.version, refused=_ollama_refusal), methods=["GET"]),
+        Route("/api/chat", api.generating(OLLAMA_CHAT, ollama_refusal), methods=["POST"]),
+        Route("/api/generate", api.generating(OLLAMA_GENERATE, ollama_refusal), methods=["POST"]),
+        Route("/api/tags", api.guarded(api.tags, refused=ollama_refusal), methods=["GET"]),
+        Route("/api/show", api.guarded(api.show, refused=ollama_refusal), methods=["POST"]),
+        Route("/api/version", api.guarded(api.version, refused=ollama_refusal), methods=["GET"]),
     ]
     cors = Middleware(
         CORSMiddleware,
@@ -75,7 +76,7 @@ def make_app(scheduler: Scheduler, settings: ServeSettings, *, cors_origins: tup
     app = Starlette(
         routes=routes,
         middleware=[cors] if cors_origins else [],
-        exception_handlers={HTTPException: _unrouted, Exception: _unexpected},
+        exception_handlers={HTTPException: unrouted, Exception: unexpected},
     )
     app.router.redirect_slashes = False  # a path with a slash behind it is another one: 404
     return app
@@ -148,7 +149,7 @@ class _Api:
 
     def guarded(self, endpoint: _Endpoint, counted: str | None = None, *, refused: _Refused | None = None) -> _Endpoint:
         """Ask for the key first, turn our errors into answers, and count a request under a name where it has one."""
-        refuse = refused or _refusal
+        refuse = refused or refusal
 
         async def answered(request: Request) -> Response:
             request.state.endpoint = counted
@@ -252,30 +253,3 @@ class _Api:
             "device": pair.runtime.device,
             "speculative": self._speculative(),
         }
-
-
-def _ollama_refusal(request: Request, error: ApiError) -> Response:
-    """An error in Ollama's shape."""
-    return _refusal(request, error, {"error": str(error)})
-
-
-def _refusal(request: Request, error: ApiError, body: dict[str, Any] | None = None) -> Response:
-    """An error in OpenAI's shape, unless the body is another."""
-    request_id = getattr(request.state, "id", None) or f"req-{secrets.token_hex(12)}"
-    LOGGER.info("%s %s: %d %s", one_line(request.url.path), request_id, error.status, error.code or error.param or "")
-    LOGGER.debug("%s: %s", request_id, error)  # it quotes the client
-    return JSONResponse(
-        body or error.body(), status_code=error.status, headers={**error.headers, "x-request-id": request_id}
-    )
-
-
-async def _unrouted(request: Request, error: Exception) -> Response:
-    """No such path, or another method than it takes."""
-    assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path[:200]}: {error.detail}"
-    return _refusal(request, ApiError(error.status_code, message, headers=dict(error.headers or {})))
-
-
-async def _unexpected(request: Request, error: Exception) -> Response:
-    """A fault of ours; the server's log gets the rest."""
-    return _refusal(request, as_api_error(error))

@@ -137,7 +137,7 @@ class Scheduler:
         if self._seats:
             started = time.perf_counter()
             steps = self._engine.step()
-            if steps:  # none of it is for whoever has a row now where all have changed hands since its launch
+            if steps:  # none where every row of it has changed hands since it was launched
                 drafted = any(step.drawn for step in steps.values())
                 self.metrics.stepped(time.perf_counter() - started, drafted=drafted)
             for number, step in steps.items():

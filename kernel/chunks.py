@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from posttrainllm.kernel.constants import indices
 from posttrainllm.kernel.state import KVCache
 
 __all__ = ["cut_chunk", "join_chunks"]
@@ -13,7 +12,8 @@ __all__ = ["cut_chunk", "join_chunks"]
 def cut_chunk(kv: KVCache, start: int, size: int) -> KVCache:
     """Copy the slots [start, start + size) of every layer.
 
-    A gather, since a slice may share the buffer that it was cut from, which would then neither be freed nor reused.
+    Two halves joined, which is always a copy: a slice may share the buffer that it was cut from, which could then
+    neither be freed nor reused. (A gather copies, too, in four times the time on a CPU.)
 
     Args:
         kv: [B, H, C, D] for every layer.
@@ -23,8 +23,12 @@ def cut_chunk(kv: KVCache, start: int, size: int) -> KVCache:
     Returns:
         [B, H, P, D] for every layer.
     """
-    slots = indices(size) + start  # [P]
-    return tuple((mx.take(keys, slots, axis=2), mx.take(values, slots, axis=2)) for keys, values in kv)
+    middle, end = start + size // 2, start + size
+
+    def cut(buffer: mx.array) -> mx.array:
+        return mx.concatenate([buffer[:, :, start:middle], buffer[:, :, middle:end]], axis=2)  # [B, H, P, D]
+
+    return tuple((cut(keys), cut(values)) for keys, values in kv)
 
 
 def join_chunks(chunks: Sequence[KVCache], kv: KVCache) -> KVCache:

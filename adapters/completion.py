@@ -52,6 +52,11 @@ class Completion:
         """Of these ids; None unless the request asks for them."""
         return tuple(self._logprobs) if self._params.logprobs is not None else None
 
+    @property
+    def drafted(self) -> tuple[int, int]:
+        """Proposed and accepted so far, as `usage` counts them."""
+        return self._proposed, self._accepted
+
     def start(self) -> None:
         """Start the clock: the prefill begins."""
         self._started = time.perf_counter()

@@ -17,6 +17,7 @@ from posttrainllm.adapters.loading.memory import Forecast
 from posttrainllm.adapters.loading.pair import Pair
 from posttrainllm.adapters.occupancy import InFlight, Occupancy
 from posttrainllm.adapters.prefill import PromptPrefill, check_request, prefill_chunk
+from posttrainllm.adapters.prefix_cache import PrefixCache
 from posttrainllm.adapters.rows import RowRequest, RowStep, needed_rules, smallest_mode, wanted_logprobs
 from posttrainllm.kernel.cache import insert_request, insert_row
 from posttrainllm.kernel.config import Mode, StepConfig
@@ -41,6 +42,7 @@ class Engine:
         diagnostics: whether steps report logit margins.
         chunk: P; None takes the device's own.
         curves: what steps cost, by mode; with them every row's K is chosen step by step, W - 1 at most.
+        prefix_bytes: what the chunks of earlier prompts may take, to be used again; None is `Forecast.spare`.
 
     Raises:
         CapacityError: the shapes make no engine.
@@ -57,6 +59,7 @@ class Engine:
         diagnostics: bool = False,
         chunk: int | None = None,
         curves: Mapping[Mode, Curve] | None = None,
+        prefix_bytes: int | None = 0,
     ) -> None:
         narrowest = 1 if pair.draft is None else 2
         if rows < 1 or width < narrowest or capacity < width + 2:
@@ -81,7 +84,11 @@ class Engine:
                 if model.copies_cache
             ),
         )
+        if prefix_bytes is None:
+            prefix_bytes = self.forecast.spare
+        self.forecast = attrs.evolve(self.forecast, prefixes=prefix_bytes)
         self.forecast.check()
+        self.prefixes = PrefixCache(limit=prefix_bytes, chunk=self.chunk) if prefix_bytes else None
         self.curves = curves
         self.occupancy = Occupancy(rows, pair.vocab_size, None if pair.draft is None else curves)
         self._in_flight: deque[InFlight] = deque()
@@ -124,7 +131,14 @@ class Engine:
             CapacityError: an id, the prompt or the limit does not fit.
         """
         check_request(request, self.pair, self.capacity)
-        return PromptPrefill(request, self._models, self.compiled.prefill_for, capacity=self.capacity, chunk=self.chunk)
+        return PromptPrefill(
+            request,
+            self._models,
+            self.compiled.prefill_for,
+            capacity=self.capacity,
+            chunk=self.chunk,
+            prefixes=self.prefixes,
+        )
 
     def place(self, row: int, prefill: PromptPrefill) -> None:
         """Put a prefilled prompt in a row, whose old contents are overwritten whole.
@@ -177,7 +191,9 @@ class Engine:
         return steps
 
     def hand_over(self) -> DecodeState:
-        """Give the state away, for whoever steps it; this engine cannot step any more."""
+        """Give the state away, for whoever steps it; this engine cannot step any more, and keeps no prompt."""
+        if self.prefixes is not None:
+            self.prefixes.clear()
         state, self._state = self._take(), None
         return state
 

@@ -8,7 +8,9 @@ import numpy as np
 from posttrainllm.adapters.checks import check_ids
 from posttrainllm.adapters.loading.module import Model
 from posttrainllm.adapters.loading.pair import Pair
+from posttrainllm.adapters.prefix_cache import Prefix, PrefixCache
 from posttrainllm.adapters.rows import RowRequest
+from posttrainllm.kernel.chunks import cut_chunk, join_chunks
 from posttrainllm.kernel.compiled import Prefill
 from posttrainllm.kernel.errors import CapacityError
 from posttrainllm.kernel.noise import root_key
@@ -54,6 +56,8 @@ class PromptPrefill:
         prefill_for: the compiled prefill of the model with that index, for a chunk that ends at that length.
         capacity: C.
         chunk: P.
+        prefixes: whole chunks are taken from there where their ids and all before them are the same, and left there
+            once every model's are written; None keeps nothing.
     """
 
     def __init__(
@@ -64,14 +68,25 @@ class PromptPrefill:
         *,
         capacity: int,
         chunk: int,
+        prefixes: PrefixCache | None = None,
     ) -> None:
         self.request, self._models, self._prefill_for, self._chunk = request, models, prefill_for, chunk
+        self._prefixes = prefixes
         self._tokens = np.zeros((1, capacity), dtype=np.int32)
         self._tokens[0, : len(request.prompt)] = request.prompt
-        self._caches: list[KVCache] = [model.make_kv(1, capacity) for model in models]
+        self._prefix, kept = (Prefix(), []) if prefixes is None else prefixes.find(request.prompt)
+        self.cached = chunk * len(kept)
+        """Tokens of the prompt that need not be computed."""
+        self._caches: list[KVCache] = [
+            join_chunks([caches[index] for caches in kept], model.make_kv(1, capacity))
+            for index, model in enumerate(models)
+        ]
+        if kept:  # the kept chunks are copied now: what is dropped later is free at once
+            mx.eval(self._caches)
+        self._cut: list[KVCache] = []  # the chunk under way, of the models that have written it
         # the last prompt token is fed by the first step
-        starts = range(0, len(request.prompt) - 1, chunk)
-        self._left = [(index, start) for index in range(len(models)) for start in starts][::-1]
+        starts = range(self.cached, len(request.prompt) - 1, chunk)
+        self._left = [(index, start) for start in starts for index in range(len(models))][::-1]
 
     @property
     def done(self) -> bool:
@@ -112,3 +127,15 @@ class PromptPrefill:
         kv = prefill(mx.array(chunk), kv, mx.array([start], dtype=mx.int32))
         mx.eval(kv)
         self._caches[index] = kv
+        if self._prefixes is not None and self._prefix.last is not None and known.shape[1] == self._chunk:
+            self._keep(self._prefixes, start)
+
+    def _keep(self, prefixes: PrefixCache, start: int) -> None:
+        """Cut out what was just written; it is kept once every model's is there, so that no entry is half of one."""
+        cut = cut_chunk(self._caches[len(self._cut)], start, self._chunk)
+        mx.eval(cut)
+        self._cut.append(cut)
+        if len(self._cut) == len(self._models):
+            ids = self.request.prompt[start : start + self._chunk]
+            self._prefix = prefixes.keep(self._prefix, ids, tuple(self._cut))
+            self._cut = []

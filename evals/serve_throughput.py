@@ -116,6 +116,7 @@ def run(
     texts = read_prompts(Path(prompts_file) if prompts_file is not None else HELD_OUT)
     prompts = choose_prompts(_tokenizer(model), texts, prompt_tokens, repeats + parallel, warm_up=parallel)
     served = ["--dtype", dtype, "--forward", forward, "--slots", str(slots or parallel), "--queue", str(parallel)]
+    served += ["--prefix-cache-mb", "0"]  # every prompt is asked for more than once, and is to be read each time
     served += [] if max_context is None else ["--max-context", str(max_context)]
     with ExitStack() as stack:
         if url is None:

@@ -64,11 +64,11 @@ class Client:
         return bool(self.updates) and self.updates[-1].last
 
 
-def scheduler_of(pair, *, slots=2, queue=64, standing=NOT_GATED, full_gate=None, folder=None):
+def scheduler_of(pair, *, slots=2, queue=64, standing=NOT_GATED, full_gate=None, folder=None, **shared):
     def engine_for(standing):
         if standing.enabled:
-            return Engine(pair, rows=slots, capacity=CAPACITY, width=WIDTH)
-        return Engine(pair.plain(standing.reason), rows=slots, capacity=CAPACITY, width=1)
+            return Engine(pair, rows=slots, capacity=CAPACITY, width=WIDTH, **shared)
+        return Engine(pair.plain(standing.reason), rows=slots, capacity=CAPACITY, width=1, **shared)
 
     admission = Admission(slots=slots, queue=queue)
     recordings = Recordings(folder, {"target": "t", "draft": "d", "tokenizer": "k"})
@@ -154,6 +154,48 @@ def test_a_client_that_leaves_while_its_prompt_is_read_frees_its_row(pair):
     (other,) = run(scheduler, Client(tokens=5))
     assert long.updates == []
     assert len(other.ids) == 5
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_of_two_identical_prompts_that_arrive_at_once_the_second_computes_no_whole_chunk(pair, slots):
+    keeping = {"prefix_bytes": 2**24, "chunk": 16}
+    asked = [Client(PROMPTS[3], tokens=20, temperature=0.9, seed=seed) for seed in (1, 1, 2)]
+    run(scheduler_of(pair, slots=slots, **keeping), *asked)
+    assert [client.outcome.cached_tokens for client in asked] == [0, 96, 96]
+    again = [Client(PROMPTS[3], tokens=20, temperature=0.9, seed=seed) for seed in (1, 1, 2)]
+    run(scheduler_of(pair, slots=slots, chunk=16), *again)
+    assert [client.ids for client in asked] == [client.ids for client in again]
+    assert [client.outcome.cached_tokens for client in again] == [0, 0, 0]
+
+
+def test_a_client_that_leaves_while_its_prompt_is_read_leaves_whole_chunks_that_the_next_one_uses(pair):
+    gone = Client(PROMPTS[3], tokens=50)
+    scheduler = scheduler_of(pair, slots=1, prefix_bytes=2**24, chunk=16)
+    admit(scheduler.admission, gone)
+    for _ in range(3):  # a chunk of the target, the same of the draft, the next of the target
+        assert scheduler._turn()
+    gone.job.cancelled = True
+    (other,) = run(scheduler, Client(PROMPTS[3], tokens=20))
+    (expected,) = run(scheduler_of(pair, slots=1, chunk=16), Client(PROMPTS[3], tokens=20))
+    assert (gone.updates, other.outcome.cached_tokens) == ([], 16)
+    assert other.ids == expected.ids
+
+
+def test_a_broken_verdict_leaves_nothing_of_the_pair_in_the_cache_of_the_plain_engine(pair):
+    """The kept chunks are of another engine's models; the same prompt is read anew and its ids are the plain ones."""
+    clients = [Client(PROMPTS[3], tokens=12) for _ in range(2)]
+
+    def gate(*, progress):
+        admit(scheduler.admission, clients[0])
+        progress("anything", 0, 1)
+        admit(scheduler.admission, clients[1])
+        clients[1].then = lambda it: it.ended and scheduler.admission.close()
+        return Standing(enabled=False, verdict="broken", reason="position 7 differs")
+
+    scheduler = scheduler_of(pair, full_gate=gate, prefix_bytes=2**24, chunk=16)
+    scheduler.run()
+    assert clients[1].outcome.cached_tokens == 0
+    assert clients[1].ids == decode(pair.plain("test"), [PROMPTS[3]], width=1, count=12)[0]
 
 
 def test_a_client_that_leaves_while_it_waits_is_never_run_and_makes_room(pair):

@@ -286,8 +286,10 @@ def test_what_a_client_wrote_is_one_line_of_printable_text():
 # answers
 
 
-def outcome(*, tokens, proposed, accepted, steps=2, at=1.0, enabled=True):
+def outcome(*, tokens, proposed, accepted, steps=2, at=1.0, enabled=True, index=0, cached=0):
     return Outcome(
+        index=index,
+        cached_tokens=cached,
         usage=Usage(
             prompt_tokens=3,
             completion_tokens=tokens,
@@ -308,6 +310,7 @@ def work_of(count, **changes):
     choice = Choice(prompt=(1, 2, 3), seed=1, limit=9)
     options = {
         "params": SamplingParams(),
+        "prompts": 1,
         "prompt_tokens": 3,
         "speculate": True,
         "stream": True,
@@ -323,6 +326,7 @@ def test_counts_are_sums_and_times_the_longest_of_any_choice():
     )
     assert value["usage"] == {
         "prompt_tokens": 3,
+        "prompt_tokens_details": {"cached_tokens": 0},
         "completion_tokens": 6,
         "total_tokens": 9,
         "draft_proposed": 6,
@@ -332,6 +336,14 @@ def test_counts_are_sums_and_times_the_longest_of_any_choice():
     timings = value["timings"]
     assert (timings["queue_s"], timings["prefill_s"], timings["ttft_s"], timings["decode_s"]) == (2.0, 2.0, 1.0, 2.0)
     assert (timings["steps"], timings["tokens_per_step"], timings["decode_tokens_per_s"]) == (4, 1.5, None)
+
+
+def test_cached_tokens_are_those_of_each_prompt_that_none_of_its_choices_computed():
+    """Two prompts of two choices: the first choice of a prompt computes what the second one finds."""
+    found = {0: 64, 1: 128, 2: 192, 3: 0}
+    outcomes = [outcome(tokens=1, proposed=0, accepted=0, index=index, cached=found[index]) for index in (3, 1, 0, 2)]
+    usage = totals(work_of(4, prompts=2, prompt_tokens=500), outcomes)["usage"]
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 64}
 
 
 @attrs.define

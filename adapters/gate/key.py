@@ -102,7 +102,18 @@ def _source_hash() -> str:
     folders = (kernel, adapters / "loading", adapters / "gate")
     written = (".py", ".c", ".cu", ".h")
     files = [file for folder in folders for file in sorted(folder.glob("*")) if file.suffix in written]
-    host = ("adaptive", "batch", "compiled", "engine", "occupancy", "prefill", "rows", "runtime", "shapes")
+    host = (
+        "adaptive",
+        "batch",
+        "compiled",
+        "engine",
+        "occupancy",
+        "prefill",
+        "prefix_cache",
+        "rows",
+        "runtime",
+        "shapes",
+    )
     for file in [*files, *(adapters / f"{name}.py" for name in host)]:
         digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
     return digest.hexdigest()[:16]

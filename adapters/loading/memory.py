@@ -12,6 +12,7 @@ from posttrainllm.kernel.errors import MemoryLimitError
 
 __all__ = ["Forecast", "available_bytes", "cast_bytes", "check_room", "check_weights", "dtype_size"]
 
+_SPARE_BYTES = 2**30
 _SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
@@ -81,6 +82,8 @@ class Forecast:
     capacity: int
     copies: int = 0
     """What a step copies of them and keeps until it is done."""
+    prefixes: int = 0
+    """What the chunks of earlier prompts may take."""
     free: int | None = attrs.field(factory=lambda: available_bytes())  # looked up when it is made
     """What the device can still take; None where nothing says."""
 
@@ -89,13 +92,23 @@ class Forecast:
         """All rows, the one that a prompt is read into, and what a step copies."""
         return sum(self.kv) * (self.rows + 1) + self.copies
 
+    @property
+    def spare(self) -> int:
+        """What may be spent on keeping prompts where nobody says: a quarter of what is left beside all, 1 GiB at most.
+
+        1 GiB where nothing says what is free.
+        """
+        left = _SPARE_BYTES if self.free is None else (self.free - self.caches) // 4
+        return min(max(left, 0), _SPARE_BYTES)
+
     def check(self) -> None:
         """Refuse caches that cannot fit.
 
         Raises:
             MemoryLimitError: with the numbers.
         """
-        _check(self.caches, f"the key/value caches (B={self.rows}, C={self.capacity})", self.free)
+        kept = f" and {self.prefixes / 1e9:.3f} GB of prompts that are kept" if self.prefixes else ""
+        _check(self.caches + self.prefixes, f"the key/value caches (B={self.rows}, C={self.capacity}){kept}", self.free)
 
     @property
     def description(self) -> str:
@@ -106,11 +119,12 @@ class Forecast:
             return ", ".join(f"{name} {size / 1e9:.3f}" for name, size in zip(names, sizes, strict=True))
 
         copies = f", {self.copies / 1e9:.3f} GB of it copies that a step makes" if self.copies else ""
+        kept = f" | prompts kept: at most {self.prefixes / 1e9:.3f} GB" if self.prefixes else ""
         free = "unknown" if self.free is None else f"{self.free / 1e9:.2f} GB"
         return (
             f"memory: weights {sum(self.weights) / 1e9:.3f} GB ({parts(self.weights)}) | "
             f"caches {self.caches / 1e9:.3f} GB at B={self.rows}, C={self.capacity} and one more row to read a prompt "
-            f"into (a row: {parts(self.kv)}){copies} | free beside the weights: {free}"
+            f"into (a row: {parts(self.kv)}){copies}{kept} | free beside the weights: {free}"
         )
 
 

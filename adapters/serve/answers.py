@@ -95,10 +95,13 @@ class EventStream(StreamingResponse):
         lines: its events.
         finish: called once, at the end.
         headers: of the response.
+        media_type: of the lines.
     """
 
-    def __init__(self, lines: AsyncIterator[str], finish: Callable[[], None], headers: dict[str, str]) -> None:
-        super().__init__(lines, media_type="text/event-stream", headers={"cache-control": "no-cache", **headers})
+    def __init__(
+        self, lines: AsyncIterator[str], finish: Callable[[], None], headers: dict[str, str], media_type: str
+    ) -> None:
+        super().__init__(lines, media_type=media_type, headers={"cache-control": "no-cache", **headers})
         self._finish = finish
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -16,16 +16,18 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from posttrainllm.adapters.loading.tokenizer import Tokenizer
 from posttrainllm.adapters.runtime import LOGGER
-from posttrainllm.adapters.serve.answers import EventStream, events, whole_answer
+from posttrainllm.adapters.serve.answers import EventStream
 from posttrainllm.adapters.serve.body import parse_object, read_body
-from posttrainllm.adapters.serve.errors import ApiError, as_api_error, one_line
-from posttrainllm.adapters.serve.formats import ChatFormat, CompletionFormat, Format
-from posttrainllm.adapters.serve.prepare import Work, count_choices, prepare_chat, prepare_completion
+from posttrainllm.adapters.serve.dialect import CHAT, COMPLETIONS, OLLAMA_CHAT, OLLAMA_GENERATE, Dialect
+from posttrainllm.adapters.serve.errors import ApiError, as_api_error
+from posttrainllm.adapters.serve.metrics import Ending, ending_of
+from posttrainllm.adapters.serve.ollama import served_name
+from posttrainllm.adapters.serve.ollama_answers import model_card, model_details
+from posttrainllm.adapters.serve.prepare import count_choices
+from posttrainllm.adapters.serve.refusals import ollama_refusal, refusal, unexpected, unrouted
 from posttrainllm.adapters.serve.request_options import unknown_model
 from posttrainllm.adapters.serve.scheduler import Scheduler
-from posttrainllm.adapters.serve.schema import ChatRequest, CompletionRequest, parse
 from posttrainllm.adapters.serve.settings import ServeSettings
 from posttrainllm.adapters.serve.speculation import speculation
 from posttrainllm.adapters.serve.submission import ClientGoneError, Submission, unless_gone
@@ -36,7 +38,7 @@ __all__ = ["make_app"]
 _CLIENT_GONE = 499  # nobody reads it
 _Result = TypeVar("_Result")
 _Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
-_Prepare: TypeAlias = Callable[[Any, ServeSettings, Tokenizer], Work]
+_Refused: TypeAlias = Callable[[Request, ApiError], Response]
 
 
 def make_app(scheduler: Scheduler, settings: ServeSettings, *, cors_origins: tuple[str, ...] = ()) -> Starlette:
@@ -53,10 +55,16 @@ def make_app(scheduler: Scheduler, settings: ServeSettings, *, cors_origins: tup
     api = _Api(scheduler, settings)
     routes = [
         Route("/health", api.health, methods=["GET"]),
+        Route("/metrics", api.guarded(api.metrics), methods=["GET"]),
         Route("/v1/models", api.guarded(api.models), methods=["GET"]),
         Route("/v1/models/{name:path}", api.guarded(api.model), methods=["GET"]),
-        Route("/v1/chat/completions", api.guarded(api.chat), methods=["POST"]),
-        Route("/v1/completions", api.guarded(api.completions), methods=["POST"]),
+        Route("/v1/chat/completions", api.generating(CHAT), methods=["POST"]),
+        Route("/v1/completions", api.generating(COMPLETIONS), methods=["POST"]),
+        Route("/api/chat", api.generating(OLLAMA_CHAT, ollama_refusal), methods=["POST"]),
+        Route("/api/generate", api.generating(OLLAMA_GENERATE, ollama_refusal), methods=["POST"]),
+        Route("/api/tags", api.guarded(api.tags, refused=ollama_refusal), methods=["GET"]),
+        Route("/api/show", api.guarded(api.show, refused=ollama_refusal), methods=["POST"]),
+        Route("/api/version", api.guarded(api.version, refused=ollama_refusal), methods=["GET"]),
     ]
     cors = Middleware(
         CORSMiddleware,
@@ -68,7 +76,7 @@ def make_app(scheduler: Scheduler, settings: ServeSettings, *, cors_origins: tup
     app = Starlette(
         routes=routes,
         middleware=[cors] if cors_origins else [],
-        exception_handlers={HTTPException: _unrouted, Exception: _unexpected},
+        exception_handlers={HTTPException: unrouted, Exception: unexpected},
     )
     app.router.redirect_slashes = False  # a path with a slash behind it is another one: 404
     return app
@@ -98,8 +106,14 @@ class _Api:
             "speculative": self._speculative(),
             "slots": {"total": self._scheduler.engine.rows, "busy": in_rows},
             "queue": {"waiting": waiting},
+            "prefix_cache": self._prefix_cache(),
         }
         return JSONResponse(body, status_code=200 if closed is None else 503)
+
+    async def metrics(self, request: Request) -> Response:
+        """GET /metrics: counts and state, for Prometheus."""
+        body, content_type = self._scheduler.metrics.exposition(request.headers.get("accept", ""))
+        return Response(body, headers={"content-type": content_type})
 
     async def models(self, request: Request) -> Response:
         """GET /v1/models."""
@@ -112,66 +126,91 @@ class _Api:
             raise unknown_model(name, self._settings)
         return JSONResponse(self._card())
 
-    async def chat(self, request: Request) -> Response:
-        """POST /v1/chat/completions."""
-        return await self._generate(request, "chatcmpl", ChatRequest, prepare_chat, ChatFormat)
+    async def tags(self, request: Request) -> Response:
+        """GET /api/tags, Ollama's list of models."""
+        return JSONResponse({"models": [model_card(self._settings, self._scheduler.engine.pair)]})
 
-    async def completions(self, request: Request) -> Response:
-        """POST /v1/completions."""
-        return await self._generate(request, "cmpl", CompletionRequest, prepare_completion, CompletionFormat)
+    async def show(self, request: Request) -> Response:
+        """POST /api/show, what Ollama says of a model."""
+        served_name(parse_object(await read_body(request, self._settings.max_body_bytes)), self._settings)
+        return JSONResponse(model_details(self._settings, self._scheduler.engine.pair))
 
-    def guarded(self, endpoint: _Endpoint) -> _Endpoint:
-        """Ask for the key first, and turn our errors into answers."""
+    async def version(self, request: Request) -> Response:
+        """GET /api/version, of this package."""
+        return JSONResponse({"version": self._scheduler.engine.pair.runtime.versions["posttrainllm"]})
+
+    def generating(self, dialect: Dialect, refused: _Refused | None = None) -> _Endpoint:
+        """The endpoint of a dialect."""
+
+        async def generated(request: Request) -> Response:
+            return await self._generate(request, dialect)
+
+        return self.guarded(generated, dialect.name, refused=refused)
+
+    def guarded(self, endpoint: _Endpoint, counted: str | None = None, *, refused: _Refused | None = None) -> _Endpoint:
+        """Ask for the key first, turn our errors into answers, and count a request under a name where it has one."""
+        refuse = refused or refusal
 
         async def answered(request: Request) -> Response:
+            request.state.endpoint = counted
             try:
                 self._check_key(request)
                 return await endpoint(request)
             except PosttrainllmError as error:
-                return _refusal(request, as_api_error(error))
+                told = as_api_error(error)
+                self._ended(request, ending_of(told))
+                return refuse(request, told)
+            except Exception:  # a fault of ours, which is told elsewhere
+                self._ended(request, "failed")
+                raise
 
         return answered
 
-    async def _generate(
-        self,
-        request: Request,
-        prefix: str,
-        kind: type[ChatRequest] | type[CompletionRequest],
-        prepare: _Prepare,
-        shape_of: type[Format],
-    ) -> Response:
+    def _ended(self, request: Request, ending: Ending) -> None:
+        """Count a request, once: the first to tell knows how it ended."""
+        endpoint, request.state.endpoint = request.state.endpoint, None
+        if endpoint is not None:
+            self._scheduler.metrics.ended(endpoint, ending)
+
+    async def _generate(self, request: Request, dialect: Dialect) -> Response:
         arrived = time.perf_counter()
-        request_id = request.state.id = f"{prefix}-{secrets.token_hex(12)}"
+        request_id = request.state.id = f"{dialect.id_prefix}-{secrets.token_hex(12)}"
         settings, scheduler = self._settings, self._scheduler
         tokenizer = scheduler.engine.pair.tokenizer
         data = await read_body(request, settings.max_body_bytes)
+        headers = {"x-request-id": request_id}
         try:
-            body = await unless_gone(request, self._aside(lambda: parse(kind, parse_object(data))))
+            body = await unless_gone(request, self._aside(lambda: dialect.parse(parse_object(data), settings)))
+            if body is None:
+                assert dialect.nothing is not None, "a dialect says what it answers to nothing"
+                self._ended(request, "ok")
+                return JSONResponse(dialect.nothing(settings), headers=headers)
             LOGGER.debug("%s: %s", request_id, body)
             with scheduler.admission.room(count_choices(body)) as put:
-                work = await unless_gone(request, self._aside(lambda: prepare(body, settings, tokenizer)))
+                work = await unless_gone(request, self._aside(lambda: dialect.prepare(body, settings, tokenizer)))
                 seconds = settings.request_timeout_s
                 submission = Submission(put, work, request_id, arrived=arrived, seconds=seconds)
-            shape = shape_of(
+            shape = dialect.shape_of(
                 request_id=request_id,
                 created=int(time.time()),
                 model=settings.name,
                 fingerprint=lambda: f"{settings.fingerprint}-w{scheduler.engine.width}",
                 tokenizer=tokenizer,
             )
-            headers = {"x-request-id": request_id}
 
             def finish() -> None:
                 submission.close()
+                self._ended(request, submission.ending)
                 LOGGER.info("%s %s", request.url.path, submission.summary)
 
             if work.stream:
-                return EventStream(events(submission, work, shape), finish, headers)
+                return EventStream(dialect.stream(submission, work, shape), finish, headers, dialect.media_type)
             try:
-                return JSONResponse(await unless_gone(request, whole_answer(submission, work, shape)), headers=headers)
+                return JSONResponse(await unless_gone(request, dialect.whole(submission, work, shape)), headers=headers)
             finally:
                 finish()
         except ClientGoneError:
+            self._ended(request, "cancelled")
             return Response(status_code=_CLIENT_GONE)
 
     async def _aside(self, work: Callable[[], _Result]) -> _Result:
@@ -196,6 +235,12 @@ class _Api:
         state = speculation(self._scheduler.standing, engine.width, auto=engine.curves is not None)
         return {**state, "pays": self._scheduler.pays if state["enabled"] else None}
 
+    def _prefix_cache(self) -> dict[str, int] | None:
+        prefixes = self._scheduler.engine.prefixes
+        if prefixes is None:
+            return None
+        return {"bytes": prefixes.used, "most_bytes": prefixes.limit, "chunks": len(prefixes)}
+
     def _card(self) -> dict[str, Any]:
         settings, pair = self._settings, self._scheduler.engine.pair
         return {
@@ -208,23 +253,3 @@ class _Api:
             "device": pair.runtime.device,
             "speculative": self._speculative(),
         }
-
-
-def _refusal(request: Request, error: ApiError) -> Response:
-    """An error in OpenAI's shape."""
-    request_id = getattr(request.state, "id", None) or f"req-{secrets.token_hex(12)}"
-    LOGGER.info("%s %s: %d %s", one_line(request.url.path), request_id, error.status, error.code or error.param or "")
-    LOGGER.debug("%s: %s", request_id, error)  # it quotes the client
-    return JSONResponse(error.body(), status_code=error.status, headers={**error.headers, "x-request-id": request_id})
-
-
-async def _unrouted(request: Request, error: Exception) -> Response:
-    """No such path, or another method than it takes."""
-    assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path[:200]}: {error.detail}"
-    return _refusal(request, ApiError(error.status_code, message, headers=dict(error.headers or {})))
-
-
-async def _unexpected(request: Request, error: Exception) -> Response:
-    """A fault of ours; the server's log gets the rest."""
-    return _refusal(request, as_api_error(error))

@@ -50,6 +50,8 @@ class ServeOptions:
     max_context: int | None
     max_tokens_limit: int | None
     queue: int
+    prefix_cache_mb: int | None
+    """In MiB; None is what the engine can spare."""
     gate: GateMode
     api_key: str | None = attrs.field(repr=False)
     served_model_name: str | None
@@ -108,11 +110,16 @@ def boot(options: ServeOptions) -> Served:
     if standing.unkept is not None:
         LOGGER.warning("the verdict is not kept: %s", standing.unkept)
 
+    shared: dict[str, Any] = {
+        "rows": options.slots,
+        "capacity": shape.capacity,
+        "prefix_bytes": None if options.prefix_cache_mb is None else options.prefix_cache_mb * 2**20,
+    }
+
     def engine_for(standing: Standing) -> Engine:
         if pair.draft is None or standing.enabled:
-            return Engine(pair, rows=options.slots, capacity=shape.capacity, width=width, curves=shape.curves)
-        plain = pair.plain(standing.reason or "broken")
-        return Engine(plain, rows=options.slots, capacity=shape.capacity, width=1)
+            return Engine(pair, width=width, curves=shape.curves, **shared)
+        return Engine(pair.plain(standing.reason or "broken"), width=1, **shared)
 
     fingerprints = fingerprints_of(pair)
     scheduler = Scheduler(

@@ -30,6 +30,13 @@ __all__ = ["serve"]
     "--max-context", type=int, metavar="N", help="Most tokens of prompt and reply. Default: the model's, 4096 at most."
 )
 @click.option("--max-tokens-limit", type=int, metavar="N", help="Most tokens of a reply. Default: the context.")
+@click.option(
+    "--prefix-cache-mb",
+    type=int,
+    metavar="MIB",
+    help="Most memory for prompts that later ones may begin like. 0: none. Default: a quarter of what is left, 1024 at "
+    "most.",
+)
 @click.option("--queue", type=int, default=64, show_default=True, help="Requests that may wait for a slot.")
 @click.option(
     "--gate",
@@ -101,6 +108,7 @@ def _check(
     queue: int,
     max_context: int | None,
     max_tokens_limit: int | None,
+    prefix_cache_mb: int | None,
     request_timeout: float | None,
     cors_origin: tuple[str, ...],
     api_key: str | None,
@@ -111,7 +119,11 @@ def _check(
     check_width("port", port, 0, 65535)
     check_width("slots", slots, 1, 256)
     check_width("queue", queue, 0, 2**20)
-    for name, count, least in (("max-context", max_context, 2), ("max-tokens-limit", max_tokens_limit, 1)):
+    for name, count, least in (
+        ("max-context", max_context, 2),
+        ("max-tokens-limit", max_tokens_limit, 1),
+        ("prefix-cache-mb", prefix_cache_mb, 0),
+    ):
         if count is not None:
             check_width(name, count, least, 2**24)
     if request_timeout is not None and not 0 < request_timeout < float("inf"):

@@ -15,8 +15,12 @@ __all__ = ["Job", "Outcome", "Update"]
 class Outcome:
     """A choice at its end."""
 
+    index: int
+    """Which choice of the request."""
     usage: Usage
     timings: Timings
+    cached_tokens: int
+    """Of its prompt, that were not computed again."""
     queue_s: float
     """From the arrival of the request to its row."""
     speculative: dict[str, Any]

@@ -39,6 +39,8 @@ class Work:
     choices: tuple[Choice, ...]
     params: SamplingParams
     """Of every choice, but for the seed."""
+    prompts: int
+    """How many there are; each has as many choices, one behind the other."""
     prompt_tokens: int
     """Of every prompt, once."""
     speculate: bool
@@ -178,6 +180,7 @@ def _work(
     return Work(
         choices=tuple(choices),
         params=params,
+        prompts=len(prompts),
         prompt_tokens=sum(len(ids) for ids, _ in prompts),
         speculate=body.speculative is not False,
         stream=bool(body.stream),

@@ -6,16 +6,20 @@ runs one step, so that a prompt delays the rows beside it by a chunk a step, and
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 from posttrainllm.adapters.engine import Engine
 from posttrainllm.adapters.gate.heed import AGAIN
 from posttrainllm.adapters.gate.standing import Standing
+from posttrainllm.adapters.payoff import Payoff
 from posttrainllm.adapters.rows import RowStep
 from posttrainllm.adapters.runtime import LOGGER
 from posttrainllm.adapters.serve.admission import Admission
 from posttrainllm.adapters.serve.errors import failed
+from posttrainllm.adapters.serve.gauges import StateCollector
 from posttrainllm.adapters.serve.jobs import Update
+from posttrainllm.adapters.serve.metrics import Metrics
 from posttrainllm.adapters.serve.recordings import Recordings
 from posttrainllm.adapters.serve.seat import Seat
 from posttrainllm.adapters.serve.watch import Watch
@@ -76,11 +80,19 @@ class Scheduler:
         self._seats: dict[int, Seat] = {}
         self._entering: Seat | None = None  # its prompt is being read
         self._watch = Watch()
+        self.metrics = Metrics(draft_k=self._engine.width - 1)
+        """What this server counts, its state included."""
+        self.metrics.registry.register(StateCollector(self))
 
     @property
     def pays(self) -> bool | None:
         """Whether the draft has made decoding faster lately; None where nothing can be said."""
         return self._watch.pays
+
+    @property
+    def payoff(self) -> Payoff | None:
+        """What the steps looked at last came to; None where nothing can be said."""
+        return self._watch.payoff
 
     @property
     def engine(self) -> Engine:
@@ -96,6 +108,8 @@ class Scheduler:
         try:
             while self.admission.closed is None:
                 if self._turn():
+                    if self._watch.overdue:
+                        self._watch.look(self._engine, progress=partial(self._pump, once=True))
                     continue
                 if self._full_gate is not None:
                     self._run_full_gate()
@@ -121,7 +135,12 @@ class Scheduler:
         if self._entering is not None:
             self._read_chunk(self._entering)
         if self._seats:
-            for number, step in self._engine.step().items():
+            started = time.perf_counter()
+            steps = self._engine.step()
+            if steps:  # none where every row of it has changed hands since it was launched
+                drafted = any(step.drawn for step in steps.values())
+                self.metrics.stepped(time.perf_counter() - started, drafted=drafted)
+            for number, step in steps.items():
                 self._absorb(self._seats[number], step)
             if self._watch.due:
                 self._watch.look(self._engine)
@@ -133,7 +152,7 @@ class Scheduler:
             job = self.admission.take()
             if job is None:
                 return
-            seat = self._entering = Seat(job, self._free.pop())
+            seat = self._entering = Seat(job, self._free.pop(), self.metrics)
             try:
                 seat.begin(self._engine, self.standing, self._recordings)
             except PosttrainllmError as error:
@@ -211,9 +230,9 @@ class Scheduler:
         self._engine.hand_over()  # its caches are freed before others are made
         self._engine = self._engine_for(standing)
 
-    def _pump(self, *_: object) -> None:
+    def _pump(self, *_: object, once: bool = False) -> None:
         try:
-            while self._turn():
+            while self._turn() and not once:
                 pass
         except Exception as error:
             raise _FaultError(error) from None

@@ -13,6 +13,7 @@ from posttrainllm.adapters.request import request_of
 from posttrainllm.adapters.result import TokenLogprobs
 from posttrainllm.adapters.rows import RowStep
 from posttrainllm.adapters.serve.jobs import Job, Outcome, Update
+from posttrainllm.adapters.serve.metrics import Metrics
 from posttrainllm.adapters.serve.recordings import Recording, Recordings
 from posttrainllm.adapters.serve.speculation import speculation
 from posttrainllm.kernel.config import Mode
@@ -26,11 +27,14 @@ class Seat:
     Args:
         job: what is asked for.
         number: the row.
+        metrics: of the server.
     """
 
-    def __init__(self, job: Job, number: int) -> None:
-        self.job, self.number = job, number
+    def __init__(self, job: Job, number: int, metrics: Metrics) -> None:
+        self.job, self.number, self._metrics = job, number, metrics
         self._since = time.perf_counter()
+        self._last_step: float | None = None
+        metrics.entered(queue_s=self._since - job.since)
         self._recording: Recording | None = None
         self.drafted_mode: Mode | None = None
         """The smallest step that serves it; None where it is not drafted for."""
@@ -93,6 +97,7 @@ class Seat:
         if self._recording is not None:
             self._recording.begin(self._engine, self.number, self._prefill.request)
         self._completion.prefilled()
+        self._metrics.prompted(tokens=len(self.job.prompt), cached=self._prefill.cached)
 
     def absorb(self, step: RowStep) -> Update:
         """Take over a step.
@@ -108,16 +113,32 @@ class Seat:
         """
         if self._recording is not None:
             self._recording.step(step)
+        proposed, accepted = self._completion.drafted
         chunk = self._completion.absorb(step)
+        self._count(len(chunk.token_ids), proposed, accepted)
         if chunk.finish_reason is None:
             return Update(chunk=chunk)
         outcome = Outcome(
+            index=self.job.index,
             usage=self._completion.usage(),
             timings=self._completion.timings(),
+            cached_tokens=self._prefill.cached,
             queue_s=self._since - self.job.since,
             speculative=self._speculative,
         )
         return Update(chunk=chunk, outcome=outcome)
+
+    def _count(self, tokens: int, proposed: int, accepted: int) -> None:
+        """Count a step, given what had been proposed and accepted before it."""
+        now, last = time.perf_counter(), self._last_step
+        self._metrics.advanced(
+            tokens=tokens,
+            proposed=self._completion.drafted[0] - proposed,
+            accepted=self._completion.drafted[1] - accepted,
+            first=last is None,
+            seconds=now - (self.job.since if last is None else last),
+        )
+        self._last_step = now
 
     def end(self, reason: str | None) -> None:
         """Finish the trace.

@@ -11,6 +11,7 @@ from starlette.requests import Request
 
 from posttrainllm.adapters.serve.errors import as_api_error, timed_out
 from posttrainllm.adapters.serve.jobs import Job, Update
+from posttrainllm.adapters.serve.metrics import Ending, ending_of
 from posttrainllm.adapters.serve.prepare import Work
 
 __all__ = ["ClientGoneError", "Submission", "unless_gone"]
@@ -52,6 +53,7 @@ class Submission:
         self._request_id, self._prompt_tokens = request_id, work.prompt_tokens
         self._tokens = self._proposed = self._accepted = 0
         self._end: str | None = None
+        self._ending: Ending | None = None
         loop = asyncio.get_running_loop()
 
         def deliver(index: int, update: Update) -> None:
@@ -94,14 +96,14 @@ class Submission:
                 index, update = await asyncio.wait_for(self._updates.get(), silence)
             except TimeoutError:
                 if self._deadline is not None and time.perf_counter() >= self._deadline:
-                    self._end = "timed out"
+                    self._end, self._ending = "timed out", "timed_out"
                     raise timed_out(self._seconds or 0.0) from None
                 if beat is not None:
                     yield None
                 continue
             if update.error is not None:
                 error = as_api_error(update.error)
-                self._end = error.code or "failed"
+                self._end, self._ending = error.code or "failed", ending_of(error)
                 raise error
             self._tokens += 0 if update.chunk is None else len(update.chunk.token_ids)
             if update.outcome is not None:
@@ -109,6 +111,11 @@ class Submission:
                 self._accepted += update.outcome.usage.draft_accepted
             self._open -= update.last
             yield index, update
+
+    @property
+    def ending(self) -> Ending:
+        """How it ended."""
+        return self._ending or ("ok" if self._open == 0 else "cancelled")
 
     @property
     def summary(self) -> str:

@@ -30,6 +30,7 @@ def totals(work: Work, outcomes: Sequence[Outcome]) -> dict[str, Any]:
     return {
         "usage": {
             "prompt_tokens": work.prompt_tokens,
+            "prompt_tokens_details": {"cached_tokens": _cached(work, outcomes)},
             "completion_tokens": completed,
             "total_tokens": work.prompt_tokens + completed,
             "draft_proposed": proposed,
@@ -49,6 +50,16 @@ def totals(work: Work, outcomes: Sequence[Outcome]) -> dict[str, Any]:
             }
         ),
     }
+
+
+def _cached(work: Work, outcomes: Sequence[Outcome]) -> int:
+    """Tokens of the prompts that were not computed: of each prompt those that none of its choices computed."""
+    choices = len(work.choices) // work.prompts
+    least: dict[int, int] = {}
+    for outcome in outcomes:
+        prompt = outcome.index // choices
+        least[prompt] = min(outcome.cached_tokens, least.get(prompt, outcome.cached_tokens))
+    return sum(least.values())
 
 
 def _rounded(timings: dict[str, Any]) -> dict[str, Any]:

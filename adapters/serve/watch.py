@@ -6,7 +6,7 @@ from collections.abc import Callable
 from posttrainllm.adapters.adaptive import Curve, curve_mode
 from posttrainllm.adapters.costs import CostShape, curve_on_file, curves_for
 from posttrainllm.adapters.engine import Engine
-from posttrainllm.adapters.payoff import in_doubt, payoff
+from posttrainllm.adapters.payoff import Payoff, in_doubt, payoff
 from posttrainllm.adapters.rows import RowStep
 from posttrainllm.adapters.runtime import LOGGER
 from posttrainllm.kernel.config import Mode
@@ -15,14 +15,15 @@ from posttrainllm.kernel.errors import PosttrainllmError
 __all__ = ["Watch"]
 
 _LATELY = 256  # steps of rows that may be drafted for
+_LONG = 8 * _LATELY  # in doubt for so long, a server that is never idle measures between two of its steps
 
 
 class Watch:
     """Counts steps, and says once in the log when they would have been faster without the draft."""
 
     def __init__(self) -> None:
-        self.pays: bool | None = None
-        """None until enough was decoded to say, or while nothing suggests that it does not."""
+        self.payoff: Payoff | None = None
+        """None until enough was decoded to say, or while nothing suggests that the draft does not pay."""
         self._steps: dict[Mode, Counter[int]] = {"greedy": Counter(), "sampled": Counter()}
         self._tokens: Counter[Mode] = Counter()
         self._missed: set[Mode] = set()
@@ -30,9 +31,23 @@ class Watch:
         self._said = self._gave_up = False
 
     @property
+    def pays(self) -> bool | None:
+        """Whether it pays; None where that is not known."""
+        return None if self.payoff is None else self.payoff.pays
+
+    @property
     def due(self) -> bool:
         """Whether enough steps have been counted."""
-        return not self._gave_up and sum(map(Counter.total, self._steps.values())) >= _LATELY
+        return not self._gave_up and self._counted >= _LATELY
+
+    @property
+    def overdue(self) -> bool:
+        """Whether costs have been wanted for so long that they are worth a pause between two steps."""
+        return not self._gave_up and self._counted >= _LONG
+
+    @property
+    def _counted(self) -> int:
+        return sum(map(Counter.total, self._steps.values()))
 
     def count(self, mode: Mode, step: RowStep) -> None:
         """Take a step of a row that may be drafted for into account.
@@ -65,7 +80,7 @@ class Watch:
             if curve is not None:  # rows may have been stepped while it was measured
                 found = payoff(curve, self._steps[mode], self._tokens[mode], auto=auto)
         self._steps, self._tokens = {name: Counter() for name in self._steps}, Counter()
-        self.pays = None if found is None else found.pays
+        self.payoff = found
         if found is not None and found.hint is not None and not self._said:
             self._said = True
             LOGGER.warning("%s", found.hint)

@@ -102,14 +102,29 @@ class Asker:
             PosttrainllmError: an answer is an error, or has other than `count` ids.
         """
         started = time.perf_counter()
-        bodies = [_body(prompt, count, speculative) for prompt in prompts]
-        values = list(self._pool.map(lambda body: self._json("POST", "/v1/completions", body), bodies))
+        values = list(self._pool.map(lambda prompt: self.complete(prompt, count, speculative=speculative), prompts))
         seconds = time.perf_counter() - started
         answers = tuple(map(self._answer, values))
         for answer in answers:
             if answer.tokens != count:
                 raise PosttrainllmError(f"{self._url}: got an answer of {answer.tokens} tokens, expected {count}")
         return Group(answers=answers, seconds=seconds)
+
+    def complete(self, prompt: Sequence[int], count: int, *, speculative: bool | None = None) -> Any:
+        """Send one prompt and wait for the whole answer.
+
+        Args:
+            prompt: ids.
+            count: ids to generate; the end of a text is an id like any other.
+            speculative: the field of the request; None leaves it out.
+
+        Returns:
+            The answer, as JSON holds it.
+
+        Raises:
+            PosttrainllmError: it is an error.
+        """
+        return self._json("POST", "/v1/completions", _body(prompt, count, speculative))
 
     def _json(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         try:

@@ -1,0 +1,170 @@
+"""Ollama's requests as those of this server: its names, its defaults, and what it ignores.
+
+Fields that change nothing here, and options that nobody knows, are ignored as Ollama does it; what would be active and
+is not supported is refused.
+"""
+
+from typing import Any
+
+from posttrainllm.adapters.loading.tokenizer import Tokenizer
+from posttrainllm.adapters.serve.errors import ApiError, invalid
+from posttrainllm.adapters.serve.prepare import Work, prepare_chat, prepare_completion
+from posttrainllm.adapters.serve.request_options import unknown_model
+from posttrainllm.adapters.serve.schema import ChatRequest, CompletionRequest, parse
+from posttrainllm.adapters.serve.settings import ServeSettings
+
+__all__ = ["parse_chat", "parse_generate", "prepare", "served_name"]
+
+_DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}  # Ollama's own
+_SAME_NAME = ("min_p", "presence_penalty", "frequency_penalty", "stop")
+_OURS = ("speculative", "accept_rule", "ignore_eos", "stop_token_ids")
+_NEUTRAL = {"mirostat": 0, "typical_p": 1, "tfs_z": 1}
+_REFUSED = {
+    "format": "structured output",
+    "tools": "tools",
+    "images": "images",
+    "suffix": "suffix",
+    "template": "template of a request's own",
+    "context": "context of ids",
+    "think": "thinking",
+    "logprobs": "log probabilities here",
+}
+
+
+def parse_chat(value: dict[str, Any], settings: ServeSettings) -> ChatRequest | None:
+    """The body of POST /api/chat.
+
+    Args:
+        value: the JSON object.
+        settings: the server's.
+
+    Returns:
+        The request; None where nothing is to be said, which asks Ollama to load a model.
+
+    Raises:
+        ApiError: 400 or 404, naming the field.
+    """
+    common = _common(value, settings)
+    messages = value.get("messages") or []
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        raise invalid("messages: expected a list of objects", param="messages")
+    for message in messages:
+        for field in ("images", "tool_calls"):
+            if message.get(field):
+                raise _unsupported(f"messages: this server supports no {field}", "messages")
+    if not messages:
+        return None
+    spoken = [{"role": message.get("role"), "content": message.get("content")} for message in messages]
+    return parse(ChatRequest, {**common, "messages": spoken})
+
+
+def parse_generate(value: dict[str, Any], settings: ServeSettings) -> ChatRequest | CompletionRequest | None:
+    """The body of POST /api/generate: a prompt in the chat template, or with `raw` as it stands.
+
+    Args:
+        value: the JSON object.
+        settings: the server's.
+
+    Returns:
+        The request; None where nothing is to be said, which asks Ollama to load a model.
+
+    Raises:
+        ApiError: 400 or 404, naming the field.
+    """
+    common = _common(value, settings)
+    prompt, system, raw = (value.get(name) for name in ("prompt", "system", "raw"))
+    for name, text in (("prompt", prompt), ("system", system)):
+        if text is not None and not isinstance(text, str):
+            raise invalid(f"{name}: expected a text", param=name)
+    if not isinstance(raw, bool | None):
+        raise invalid("raw: expected true or false", param="raw")
+    if not prompt:
+        return None
+    if raw:
+        if system:
+            raise invalid("system: got it with raw, expected one of them", param="system")
+        return parse(CompletionRequest, {"max_tokens": settings.max_tokens, **common, "prompt": prompt})
+    before = [{"role": "system", "content": system}] if system else []
+    return parse(ChatRequest, {**common, "messages": [*before, {"role": "user", "content": prompt}]})
+
+
+def prepare(body: ChatRequest | CompletionRequest, settings: ServeSettings, tokenizer: Tokenizer) -> Work:
+    """Encode and check either kind of request.
+
+    Args:
+        body: its fields have the right types.
+        settings: the server's.
+        tokenizer: the target's.
+
+    Returns:
+        The work.
+
+    Raises:
+        ApiError: 400 or 404, naming the field.
+        UsageError, CapacityError: an option is out of range, or the prompt does not fit.
+    """
+    if isinstance(body, ChatRequest):
+        return prepare_chat(body, settings, tokenizer)
+    return prepare_completion(body, settings, tokenizer)
+
+
+def served_name(value: dict[str, Any], settings: ServeSettings) -> str:
+    """The model that a body names, which may have Ollama's tag behind it.
+
+    Args:
+        value: the JSON object.
+        settings: the server's.
+
+    Returns:
+        A name that is served.
+
+    Raises:
+        ApiError: 400 for none, 404 for another.
+    """
+    name = value.get("model") or value.get("name")  # the older field
+    if not isinstance(name, str):
+        raise invalid("model: got nothing, expected a name", param="model")
+    for known in (settings.name, *settings.other_names):
+        if name in (known, f"{known}:latest"):
+            return known
+    raise unknown_model(name, settings)
+
+
+def _common(value: dict[str, Any], settings: ServeSettings) -> dict[str, Any]:
+    """The fields that both endpoints share, by our names."""
+    for field, what in _REFUSED.items():
+        if value.get(field):
+            raise _unsupported(f"{field}: this server supports no {what} in Ollama's API", field)
+    stream = value.get("stream")
+    if not isinstance(stream, bool | None):
+        raise invalid("stream: expected true or false", param="stream")
+    options = value.get("options") or {}
+    if not isinstance(options, dict):
+        raise invalid("options: expected an object", param="options")
+    options = {name: entry for name, entry in options.items() if entry is not None}
+    for name, neutral in _NEUTRAL.items():
+        if options.get(name, neutral) != neutral:
+            raise _unsupported(f"{name}: this server supports no other value than {neutral}", name)
+    model = served_name(value, settings)
+    return {"model": model, "stream": stream is not False, **_DEFAULTS, **_sampling(options)}
+
+
+def _sampling(options: dict[str, Any]) -> dict[str, Any]:
+    found = {name: options[name] for name in (*_DEFAULTS, *_SAME_NAME, *_OURS) if name in options}
+    counts = {name: options.get(name) for name in ("num_predict", "seed", "repeat_last_n")}
+    for name, count in counts.items():
+        if count is not None and (type(count) is not int):
+            raise invalid(f"{name}: expected a whole number", param=name)
+    if (counts["num_predict"] or 0) > 0:  # anything else is no limit
+        found["max_tokens"] = counts["num_predict"]
+    if counts["seed"] is not None and counts["seed"] >= 0:  # a negative one is drawn afresh
+        found["seed"] = counts["seed"]
+    if isinstance(found.get("top_k"), int) and found["top_k"] < 0:
+        found["top_k"] = 0
+    if "repeat_penalty" in options and counts["repeat_last_n"] != 0:
+        found["repetition_penalty"] = options["repeat_penalty"]
+    return found
+
+
+def _unsupported(message: str, param: str) -> ApiError:
+    return invalid(message, param=param, code="unsupported_parameter")

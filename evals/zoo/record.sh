@@ -1,0 +1,80 @@
+#!/usr/bin/env bash
+# From a corpus to the table of docs/research: train a target, train and distil drafts, gate the pair, measure it.
+#
+#   evals/zoo/record.sh CORPUS OUT
+#
+# CORPUS is a folder of `posttrainllm zoo corpus`; a tokenizer is trained into it where there is none. OUT gets the models
+# and one text file a measurement; what is there already is not made again, so a run that was cut off goes on.
+# Environment, with what a run on one NVIDIA H200 takes in half an hour:
+#   TARGET=mega  DRAFTS="tiny tiny-shallow"  TARGET_MINUTES=12  DRAFT_MINUTES=1.5  DISTIL_MINUTES=2
+#   TARGET_OPTIONS, DRAFT_OPTIONS, DISTIL_OPTIONS   of `zoo train`
+#   DTYPES="bfloat16 float32"  REPEATS=16  PROMPTS=100
+#   SECOND_GPU=1   a GPU that trains the drafts while the first trains the target; none: one after the other
+#   PYTHON=python3
+set -euo pipefail
+CORPUS=$1 OUT=$2
+PYTHON=${PYTHON:-python3} TARGET=${TARGET:-mega} DRAFTS=${DRAFTS:-tiny tiny-shallow}
+TARGET_OPTIONS=${TARGET_OPTIONS:---optimizer muon --batch 32 --accumulate 4 --learning-rate 1e-3 --evaluate-every 250}
+DRAFT_OPTIONS=${DRAFT_OPTIONS:---optimizer muon --batch 128 --learning-rate 3e-3}
+DISTIL_OPTIONS=${DISTIL_OPTIONS:---optimizer muon --batch 64 --learning-rate 1.5e-3}
+TEXTS=${TEXTS:---on-policy 0.3 --on-policy-rows 512}
+mkdir -p "$OUT"
+
+zoo() { "$PYTHON" -m posttrainllm zoo "$@"; }
+
+# made PRESET FOLDER OPTIONS...: train unless FOLDER holds a whole model
+made() {
+  local preset=$1 folder=$2
+  shift 2
+  [ -e "$folder/TRAINING.json" ] && return
+  zoo train "$preset" --corpus "$CORPUS" --out "$folder" --resume --checkpoint-every 0 "$@" 2>&1 | tee "$folder.txt"
+}
+
+# measured NAME COMMAND...: keep what it prints in OUT/NAME.txt; a measurement that fails does not end the others
+measured() {
+  local name=$1
+  shift
+  [ -e "$OUT/$name.txt" ] && return
+  if "$PYTHON" -m "$@" > "$OUT/$name.part" 2>&1; then
+    mv "$OUT/$name.part" "$OUT/$name.txt"
+  else
+    echo "$name: exit status $?, see $OUT/$name.part"
+  fi
+}
+
+[ -e "$CORPUS/tokenizer.json" ] || zoo tokenizer --corpus "$CORPUS" --out "$CORPUS/tokenizer.json"
+
+alone() { # the drafts before they know the target, and what the same time gives without it
+  for draft in $DRAFTS; do
+    made "$draft" "$OUT/$draft-alone" --minutes "${DRAFT_MINUTES:-1.5}" $DRAFT_OPTIONS
+    made "$draft" "$OUT/$draft-control" --minutes "${DISTIL_MINUTES:-2}" $DISTIL_OPTIONS --init "$OUT/$draft-alone"
+  done
+}
+
+if [ -n "${SECOND_GPU:-}" ]; then
+  CUDA_VISIBLE_DEVICES=$SECOND_GPU alone &
+  made "$TARGET" "$OUT/$TARGET" --minutes "${TARGET_MINUTES:-12}" $TARGET_OPTIONS
+  wait $!
+else
+  alone
+  made "$TARGET" "$OUT/$TARGET" --minutes "${TARGET_MINUTES:-12}" $TARGET_OPTIONS
+fi
+for draft in $DRAFTS; do
+  made "$draft" "$OUT/$draft" --minutes "${DISTIL_MINUTES:-2}" $DISTIL_OPTIONS $TEXTS \
+    --init "$OUT/$draft-alone" --distill-from "$OUT/$TARGET"
+done
+
+for model in $TARGET $DRAFTS; do
+  measured "heldout-$model" posttrainllm zoo evaluate "$OUT/$model" --corpus "$CORPUS" --limit-characters 400000
+done
+for draft in $DRAFTS; do
+  for dtype in ${DTYPES:-bfloat16 float32}; do
+    pair=("$OUT/$TARGET" --draft-model "$OUT/$draft" --dtype "$dtype")
+    name=$TARGET-$draft-$dtype
+    measured "gate-$name" posttrainllm gate "${pair[@]}" --fresh --prompts "${PROMPTS:-100}"
+    measured "bench-$name" posttrainllm bench "${pair[@]}" --draft-k 4 --repeats "${REPEATS:-16}" --sampled
+    measured "accept-$name" posttrainllm.evals.accept_rate --model "${pair[@]}"
+  done
+done
+measured "bench-k" posttrainllm bench "$OUT/$TARGET" --draft-model "$OUT/${DRAFTS%% *}" --repeats 3 --no-mlx-lm
+tail -n 20 "$OUT"/*-*.txt

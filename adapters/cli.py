@@ -1,7 +1,6 @@
 """The `posttrainllm` command. Names its commands by import string, so that --help imports none of them."""
 
 import contextlib
-import importlib
 import logging
 import os
 import sys
@@ -9,6 +8,7 @@ from typing import Any, NoReturn
 
 import click
 
+from posttrainllm.adapters.lazy import LazyGroup
 from posttrainllm.kernel.errors import PosttrainllmError, UsageError
 
 __all__ = ["cli", "main"]
@@ -26,23 +26,8 @@ _COMMANDS = {
 }
 
 
-class _LazyGroup(click.Group):
-    """A group whose commands are imported when they are called, and whose errors are one line each."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted(_COMMANDS)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in _COMMANDS:
-            return None
-        module, _, name = _COMMANDS[cmd_name][0].partition(":")
-        command = getattr(importlib.import_module(module), name)
-        assert isinstance(command, click.Command)
-        return command
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, _COMMANDS[name][1]) for name in self.list_commands(ctx)])
+class _Group(LazyGroup):
+    """The whole program: its errors are one line each."""
 
     def main(self, *args: Any, **kwargs: Any) -> NoReturn:  # we always exit
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # one line a problem, and it is ours
@@ -100,7 +85,7 @@ def _print_version(ctx: click.Context, _: click.Parameter, value: bool) -> None:
     ctx.exit()
 
 
-@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=_Group, lazy=_COMMANDS, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option(
     "--version",
     is_flag=True,

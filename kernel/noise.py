@@ -177,15 +177,15 @@ def gumbel_from_uniform(values: mx.array, *, arithmetic: bool) -> mx.array:
 
 
 def uniform(keys: mx.array) -> mx.array:
-    """One uniform value in [0, 1) a key: a key that nothing else is drawn from is as random as what it would draw.
+    """One uniform value in (0, 1) a key: a key that nothing else is drawn from is as random as what it would draw.
 
     Args:
         keys: uint32 [B, N, 2].
 
     Returns:
-        float32 [B, N], multiples of 2**-24.
+        float32 [B, N]: odd multiples of 2**-24, so a chance is met to 2**-24 and not always from above.
     """
-    return mx.right_shift(keys[..., 0], 8).astype(mx.float32) * 2**-24  # [B, N, 2] -> [B, N]
+    return (mx.right_shift(keys[..., 0], 9).astype(mx.float32) + 0.5) * 2**-23  # [B, N, 2] -> [B, N]
 
 
 def _uniform(keys: mx.array, width: int) -> mx.array:

@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import itertools
 import json
+import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -116,7 +117,7 @@ def training_ids(corpus: Corpus, tokenizer: "Tokenizer", tokenizer_digest: str) 
         kept: np.ndarray[Any, Any] = np.load(file, allow_pickle=False)
         return kept
     ids = _encode(corpus.training_texts(), tokenizer)
-    unfinished = file.with_suffix(".tmp")
+    unfinished = file.with_suffix(f".{os.getpid()}.tmp")  # two runs may make them at once
     try:
         with unfinished.open("wb") as stream:
             np.save(stream, ids)

@@ -1,5 +1,6 @@
 """Texts that the target itself writes: acceptance is measured on such text, so a draft may train on it."""
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ def target_texts(
     Returns:
         uint16[rows, sequence + 1].
     """
-    if file.is_file():
+    with contextlib.suppress(OSError, ValueError, EOFError):  # none, or one that was cut off: it is made again
         kept: np.ndarray[Any, Any] = np.load(file, allow_pickle=False)
         if kept.shape == (rows, sequence + 1):
             return kept

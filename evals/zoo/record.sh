@@ -10,6 +10,7 @@
 #   TARGET_OPTIONS, DRAFT_OPTIONS, DISTIL_OPTIONS   of `zoo train`
 #   DTYPES="bfloat16 float32"  REPEATS=16  PROMPTS=100
 #   SECOND_GPU=1   a GPU that trains the drafts while the first trains the target; none: one after the other
+#   CHECKPOINT_EVERY=5   minutes; 0: none, and a run that is killed starts anew
 #   PYTHON=python3
 set -euo pipefail
 CORPUS=$1 OUT=$2
@@ -27,7 +28,7 @@ made() {
   local preset=$1 folder=$2
   shift 2
   [ -e "$folder/TRAINING.json" ] && return
-  zoo train "$preset" --corpus "$CORPUS" --out "$folder" --resume --checkpoint-every 0 "$@" 2>&1 | tee "$folder.txt"
+  zoo train "$preset" --corpus "$CORPUS" --out "$folder" --resume --checkpoint-every "${CHECKPOINT_EVERY:-5}" "$@" 2>&1 | tee -ia "$folder.txt"
 }
 
 # measured NAME COMMAND...: keep what it prints in OUT/NAME.txt; a measurement that fails does not end the others
@@ -53,6 +54,7 @@ alone() { # the drafts before they know the target, and what the same time gives
 
 if [ -n "${SECOND_GPU:-}" ]; then
   CUDA_VISIBLE_DEVICES=$SECOND_GPU alone &
+  trap 'kill $! 2> /dev/null || true' EXIT
   made "$TARGET" "$OUT/$TARGET" --minutes "${TARGET_MINUTES:-12}" $TARGET_OPTIONS
   wait $!
 else

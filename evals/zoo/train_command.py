@@ -154,6 +154,8 @@ def _train(settings: Settings, began: float, device: str) -> bool:
         trainer.resume()
     if not trainer.run(began):
         return False
+    if settings.checkpoint_every:  # what follows may fail, and --resume then goes on from here
+        trainer.save()
     scores = trainer.evaluate()
     record = {
         "preset": settings.preset,

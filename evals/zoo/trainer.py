@@ -67,7 +67,7 @@ class Trainer:
     def save(self) -> None:
         """Write a checkpoint."""
         began = time.monotonic()
-        self._read()
+        line = self._collect()  # said behind the checkpoint: whoever reads it may be gone
         state = {
             "identity": {**self._settings.identity, **self._fingerprint},
             "step": self.step,
@@ -76,6 +76,8 @@ class Trainer:
             "curve": self.curve,
         }
         save_checkpoint(self._settings.out, self.step, self.parameters, self.moments, state)
+        if line:
+            self._say(line)
         self._say(f"checkpoint at step {self.step:,}, written in {time.monotonic() - began:.1f} s")
 
     def run(self, began: float) -> bool:
@@ -153,8 +155,13 @@ class Trainer:
 
     def _read(self) -> None:
         """Wait for the steps in flight, and say how they went."""
+        if line := self._collect():
+            self._say(line)
+
+    def _collect(self) -> str:
+        """Wait for the steps in flight and note how they went; the line that says so, empty where there were none."""
         if not self._unread:
-            return
+            return ""
         values = [float(entry[1].item()) / self._settings.accumulate for entry in self._unread]
         step, _, norm, rate = self._unread[-1]
         size = float(norm.item())
@@ -173,7 +180,7 @@ class Trainer:
             {"step": step, "loss": self.loss, "tokens": tokens, "seconds": self.seconds, "rate": rate, "norm": size}
         )
         rates = f"{speed:,.0f} tokens/s  lr {rate:.2e}  norm {size:.2f}"
-        self._say(f"step {step:,}  loss {self.loss:.4f}  {rates}  {self.seconds:.1f} s  {self._share():.1%}")
+        return f"step {step:,}  loss {self.loss:.4f}  {rates}  {self.seconds:.1f} s  {self._share():.1%}"
 
     def evaluate(self) -> dict[str, dict[str, float]]:
         """Held-out loss by source, said and returned."""
@@ -181,6 +188,7 @@ class Trainer:
         def nats(tokens: mx.array, counted: mx.array) -> mx.array:
             return self._functions.nats(self.parameters, tokens, counted)
 
+        self._read()  # the scores belong to this step
         rows = min(self._settings.batch, 32)
         scores = held_out_scores(nats, self._held_out, rows=rows, sequence=self._settings.sequence)
         found = {

@@ -115,6 +115,7 @@ def test_switches_that_are_off_and_keys_that_are_unknown_change_nothing(switches
         ({"tokenizerSource": 5}, "tokenizerSource: got 5, expected the path of a directory"),
         ({"tokenizerSource": "\ud800"}, r'tokenizerSource: got "\\ud800", expected the path of a directory'),
         ({"tokenizerSource": "a\0b"}, "tokenizerSource: got"),
+        ({"tokenizerSource": "a" * 5000}, "tokenizerSource: got"),
     ],
     ids=str,
 )

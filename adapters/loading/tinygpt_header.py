@@ -27,6 +27,7 @@ __all__ = ["TinyGptHeader", "is_tinygpt", "read_header"]
 _MAGIC, _VERSION = b"TGPT", 2
 _PREFIX, _STEP_BYTES = 12, 4  # magic, version and header length; the step counter behind the header
 _MOST_HEADER_BYTES = 2**28  # beyond it a length is no header's, and reading it would fill the memory
+_LONGEST_PATH = 4096  # characters: what Linux takes
 _MOST_POSITIONS = 2**30  # lengths are int32, and sums of two of them must be, too
 _SIZES = ("layers", "dModel", "ctx", "heads", "dMlp")
 _BYTE_VOCABULARY = 256
@@ -168,6 +169,6 @@ def _tokenizer_source(path: Path, config: Mapping[str, Any]) -> str | None:
     if source is None:
         return None
     # JSON can write halves of characters, which no path has
-    if not isinstance(source, str) or not source or "\0" in source or not source.isprintable():
+    if not isinstance(source, str) or not 0 < len(source) <= _LONGEST_PATH or not source.isprintable():
         raise CheckpointError(f"{path}: tokenizerSource: got {shown(source)}, expected the path of a directory")
     return source

@@ -336,8 +336,8 @@ LONG = {**PLAIN, "max_tokens": 230, "ignore_eos": True, "temperature": 1, "seed"
 
 def leavers(server):
     """Ids of the requests whose clients left, and how much of their replies had been sent."""
-    found = re.findall(r"(cmpl-\w+): the client left, \d+ \+ (\d+) tokens", server.log)
-    return [(request_id, int(tokens)) for request_id, tokens in found]
+    line = r"(cmpl-\w+): the client left(?:, \d+ \+ (\d+) tokens| while its request was read)"
+    return [(request_id, int(tokens or 0)) for request_id, tokens in re.findall(line, server.log)]
 
 
 def leave(server, body, when):

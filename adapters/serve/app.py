@@ -210,7 +210,9 @@ class _Api:
             finally:
                 finish()
         except ClientGoneError:
-            self._ended(request, "cancelled")
+            if request.state.endpoint is not None:  # else `finish` has said so
+                self._ended(request, "cancelled")
+                LOGGER.info("%s %s: the client left while its request was read", request.url.path, request_id)
             return Response(status_code=_CLIENT_GONE)
 
     async def _aside(self, work: Callable[[], _Result]) -> _Result:

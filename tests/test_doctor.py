@@ -20,6 +20,7 @@ from tinygpt_files import save_tinygpt
 from posttrainllm.adapters.cli import cli
 from posttrainllm.adapters.doctor import examine as examine_module
 from posttrainllm.adapters.doctor import machine, models
+from posttrainllm.adapters.loading import found as found_models
 from posttrainllm.adapters.loading import memory
 from posttrainllm.adapters.loading.blas import Blas
 from posttrainllm.adapters.loading.pair import embedded_path
@@ -218,11 +219,11 @@ def test_too_little_memory_for_the_embedded_pair(monkeypatch):
 
 def test_a_torn_installation(tmp_path, monkeypatch):
     folder = tmp_path / "models"
-    for name in models.EMBEDDED:
+    for name in found_models.EMBEDDED:
         shutil.copytree(embedded_path(name), folder / name)
     weights = next((folder / "draft-3m").glob("*.safetensors"))
     weights.write_bytes(weights.read_bytes()[:-100])
-    monkeypatch.setattr(models, "embedded_path", lambda name: folder / name)
+    monkeypatch.setattr(found_models, "embedded_path", lambda name: folder / name)
     found = report(1)
     assert found["embedded draft-3m"]["status"] == "broken"
     assert "torn: got" in found["embedded draft-3m"]["why"]

@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import attrs
 import mlx.core as mx
@@ -14,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 from mlx import nn
 from mlx.utils import tree_flatten
-from support import tiny_config, tiny_module
+from support import plant, tiny_config, tiny_module
 from tinygpt_files import save_tinygpt
 
 from posttrainllm.adapters.cli import cli
@@ -34,16 +33,9 @@ linux_cpu = pytest.mark.skipif(
 
 
 @pytest.fixture(autouse=True)
-def empty_hub_cache(tmp_path, monkeypatch):
+def empty_hub_cache(hub_cache):
     """The cache of whoever runs the tests is none of their business."""
-    import huggingface_hub.constants
-    import huggingface_hub.utils._cache_manager as manager
-
-    folder = tmp_path / "hub"
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(folder))
-    if hasattr(manager, "HF_HUB_CACHE"):
-        monkeypatch.setattr(manager, "HF_HUB_CACHE", str(folder))
-    return folder
+    return hub_cache
 
 
 def doctor(*options):
@@ -244,17 +236,6 @@ def test_a_decoding_that_fails_for_a_reason_nobody_knows(monkeypatch):
 
 
 # models
-
-
-def plant(hub: Path, name: str, source: Path) -> Path:
-    """A model in the hub's cache, as the hub's client lays it out; its files are no links, which it allows."""
-    repository = hub / f"models--{name.replace('/', '--')}"
-    snapshot = repository / "snapshots" / "0123456789abcdef0123456789abcdef01234567"
-    shutil.copytree(source, snapshot)
-    (repository / "blobs").mkdir()
-    (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text(snapshot.name)
-    return snapshot
 
 
 def test_models_of_the_hub_are_listed_with_what_they_are(empty_hub_cache, tiny_checkpoint):

@@ -78,11 +78,11 @@ class Search:
 
     def _described(self, model: FoundModel, target_bytes: float) -> Candidate:
         """What the files' headers tell."""
-        candidate = Candidate(name=model.name, path=str(model.path))
+        candidate = Candidate(name=model.name, path=str(model.path.absolute()))
         try:
-            checkpoint = read_checkpoint(model.path)
+            checkpoint = read_checkpoint(model.path.absolute())
         except LoadError as error:
-            return attrs.evolve(candidate, problem=_without(model.path, error))
+            return attrs.evolve(candidate, problem=_without(candidate.path, error))
         need = cast_bytes(checkpoint, self._dtype(checkpoint))
         candidate = attrs.evolve(candidate, parameters=parameter_count(checkpoint), bytes=int(need))
         if need < target_bytes:
@@ -93,7 +93,7 @@ class Search:
     def _tokenized(self, candidate: Candidate) -> Candidate:
         """Whether the tokenizers agree; a verdict is kept, since the large ones take a second to load."""
         try:
-            checkpoint = read_checkpoint(locate(candidate.path))
+            checkpoint = read_checkpoint(Path(candidate.path))
             key = {
                 "target": tokenizer_fingerprint(self.pair.tokenizer.path),
                 "draft": tokenizer_fingerprint(checkpoint.path),
@@ -168,7 +168,7 @@ class Search:
         }
 
     def _own_key(self, candidate: Candidate) -> dict[str, Any]:
-        path = locate(candidate.path)
+        path = Path(candidate.path)
         own = {"draft": fingerprint(path), "draft_tokenizer": tokenizer_fingerprint(path)}
         return own | {"draft_dtype": self._dtype(read_checkpoint(path))}
 

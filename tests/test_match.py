@@ -172,6 +172,15 @@ def test_a_candidate_that_cannot_be_used_is_a_row_with_the_reason(models, folder
     assert sorted(measured) == [str(folder / "first"), str(folder / "random")]
 
 
+def test_behind_a_refused_proposal_nothing_counts_as_judged(models, costs):
+    _, found = match(models / "target", "--candidates", models / "random")
+    accepted, proposed, judged = found["random"]["accepted_proposed_judged"]
+    steps = 8 * 48 - accepted  # each emits what stood and one id more, and the last ones no more than is left
+    assert steps - 8 <= judged - accepted <= steps
+    assert proposed > 3 * judged
+    assert found["random"]["proposal_stands"] == pytest.approx(accepted / judged, abs=1e-3)
+
+
 def test_the_table_says_what_was_decided_from(models, folder, costs):
     done = run("match", models / "target", "--candidates", folder)
     lines = done.stdout.splitlines()

@@ -91,7 +91,7 @@ class Search:
         return attrs.evolve(candidate, problem=problem)
 
     def _tokenized(self, candidate: Candidate) -> Candidate:
-        """Whether the tokenizers agree; a verdict is kept, since the large ones take a second to load."""
+        """Whether the tokenizers agree; a verdict is kept, since large ones are slow to load."""
         try:
             checkpoint = read_checkpoint(Path(candidate.path))
             key = {

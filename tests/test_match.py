@@ -306,6 +306,21 @@ def test_too_little_memory_is_a_row_that_is_tried_again(models, costs, monkeypat
     assert match(*options)[0]["winner"] == "first"
 
 
+@pytest.mark.parametrize("place", ["with_draft", "measure"])
+def test_whatever_a_candidate_raises_is_its_row_and_tried_again(models, costs, monkeypatch, place):
+    def fails(*_, **__):
+        raise RuntimeError("[matmul] something that\nnobody expected")
+
+    options = (models / "target", "--candidates", models / "first", "--candidates", models / "random")
+    with monkeypatch.context() as patch:
+        patch.setattr(decide_module, place, fails)
+        value, found = match(*options)
+    assert "RuntimeError: [matmul] something that nobody expected" in found["first"]["problem"]
+    assert found["random"]["problem"] is not None
+    assert value["winner"] is None
+    assert match(*options)[0]["winner"] == "first"
+
+
 def test_a_target_whose_logits_are_not_finite_is_one_line(models, tmp_path, costs):
     target = shutil.copytree(models / "target", tmp_path / "broken")
     weights = mx.load(str(target / "model.safetensors"))

@@ -7,6 +7,7 @@ import json
 import shlex
 import shutil
 
+import attrs
 import mlx.core as mx
 import pytest
 from click.testing import CliRunner
@@ -356,6 +357,13 @@ def test_the_best_k_is_the_one_that_leviathans_formula_says():
     certain = Measured(accepted=100, proposed=100, judged=100, steps=steps)
     assert certain.best.draft_k == 8
     assert certain.speed_up(steps[3]) == pytest.approx(9 / 2.9)
+    near = Measured(accepted=7, proposed=10, judged=10, steps=(attrs.evolve(steps[0], seconds=1.3), *steps[1:]))
+    assert [round(near.speed_up(step), 2) for step in steps[1:3]] == [1.56, 1.54]
+    assert near.best.draft_k == 2
+    barely = tuple(attrs.evolve(step, seconds=seconds) for step, seconds in zip(steps[:2], (1.72, 2.15), strict=True))
+    both = Measured(accepted=7, proposed=10, judged=10, steps=barely)
+    assert [round(both.speed_up(step), 2) for step in barely] == [0.99, 1.02]
+    assert both.best.draft_k == 2  # the smaller one is as near, and does not pay
     nothing = Measured(accepted=0, proposed=0, judged=0, steps=steps)
     assert nothing.speed_up(nothing.best) == 0
 
@@ -502,7 +510,7 @@ def test_the_embedded_pair_is_measured_by_the_clock_once(measured):
     assert candidate["tokenizer"] == "equal"
     assert 0.5 < candidate["accept_rate"] < 0.9
     assert all(step["seconds"] > 0 and step["plain_seconds"] > 0 for step in candidate["steps"])
-    assert candidate["speed_up"] == max(step["speed_up"] for step in candidate["steps"])
+    assert candidate["speed_up"] >= 0.949 * max(step["speed_up"] for step in candidate["steps"])
     assert (first["winner"] == "draft-3m") == (candidate["speed_up"] > 1)
     assert match()[0] == first | {"measured": 0}
     assert len(measured) == 1

@@ -69,7 +69,7 @@ class Measured:
 
     @property
     def best(self) -> StepTime:
-        """The step with the highest speed-up, or the smallest K that comes near it: it wastes less where fewer stand."""
+        """The smallest K whose speed-up is near the highest: it wastes less where fewer proposals stand."""
         top = max(map(self.speed_up, self.steps))
         near = (
             step for step in self.steps if self.speed_up(step) >= _NEAR * top and (self.speed_up(step) > 1) == (top > 1)

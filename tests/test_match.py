@@ -99,6 +99,7 @@ def folder(tmp_path, models):
     change_config(shutil.copytree(models / "first", folder / "unknown"), model_type="nonsense")
     shutil.copytree(models / "target", folder / "copy of the target")
     save_tinygpt(folder / "bytes.tinygpt")
+    (folder / "none.gguf").write_bytes(b"GGUF")
     (folder / "notes").mkdir()
     (folder / "notes" / "README.md").write_text("no model")
     return folder
@@ -150,7 +151,16 @@ def test_the_draft_wins_whose_tokenizer_is_equal_and_which_pays(models, folder, 
     assert [step["draft_k"] for step in found["first"]["steps"]] == [1, 2, 4, 8]
     assert found["random"]["accept_rate"] < 0.1
     assert found["random"]["speed_up"] < 1
-    assert set(found) == {"first", "random", "other", "torn", "unknown", "copy of the target", "bytes.tinygpt"}
+    assert set(found) == {
+        "first",
+        "random",
+        "other",
+        "torn",
+        "unknown",
+        "copy of the target",
+        "bytes.tinygpt",
+        "none.gguf",
+    }
     words = shlex.split(value["command"])
     path = str(folder / "first")
     assert words == ["posttrainllm", "sample", str(models / "target"), "--draft-model", path, "--draft-k", "8"]
@@ -169,6 +179,7 @@ def test_a_candidate_that_cannot_be_used_is_a_row_with_the_reason(models, folder
     ):
         assert reason in found[name]["problem"], name
         assert "\n" not in found[name]["problem"]
+    assert found["none.gguf"]["problem"]
     assert all(found[name]["accept_rate"] is None for name in found if name not in ("first", "random"))
     assert sorted(measured) == [str(folder / "first"), str(folder / "random")]
 

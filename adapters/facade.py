@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from posttrainllm.adapters.loading.changes import ModelChanges
 from posttrainllm.adapters.loading.pair import Pair, load_pair
 from posttrainllm.adapters.params import SamplingParams
 from posttrainllm.kernel.errors import UsageError
@@ -22,6 +23,10 @@ def load(
     speculate: bool = True,
     dtype: str = "auto",
     forward: str = "auto",
+    adapter_path: str | Path | None = None,
+    draft_adapter_path: str | Path | None = None,
+    kv_bits: int | None = None,
+    kv_group_size: int = 64,
 ) -> Pair:
     """Load a target and a draft.
 
@@ -33,6 +38,10 @@ def load(
         speculate: False loads no draft.
         dtype: "auto", "float32", "float16" or "bfloat16", for both models.
         forward: "auto" takes a forward of our own for Llama-shaped models, "module" mlx-lm's module for all.
+        adapter_path: directory of a LoRA or DoRA adapter of the target, as mlx-lm or PEFT writes it, or an id of the hub.
+        draft_adapter_path: the same for the draft.
+        kv_bits: 8 or 4 quantises the keys and values of both models; None keeps them in the weights' type.
+        kv_group_size: how many of their elements share a scale, 32, 64 or 128.
 
     Returns:
         The pair, to pass to `stream` and `generate`.
@@ -40,7 +49,10 @@ def load(
     Raises:
         PosttrainllmError: see `posttrainllm.kernel.errors`.
     """
-    return load_pair(model, draft_model, speculate=speculate, dtype=dtype, forward=forward)
+    changes = ModelChanges(
+        adapter_path=adapter_path, draft_adapter_path=draft_adapter_path, kv_bits=kv_bits, kv_group_size=kv_group_size
+    )
+    return load_pair(model, draft_model, speculate=speculate, dtype=dtype, forward=forward, changes=changes)
 
 
 def stream(

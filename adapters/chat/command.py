@@ -10,6 +10,7 @@ import click
 from posttrainllm.adapters.chat.conversation import Conversation
 from posttrainllm.adapters.draft_length import DraftLength
 from posttrainllm.adapters.gate.heed import unless_broken
+from posttrainllm.adapters.loading.changes import ModelChanges
 from posttrainllm.adapters.loading.pair import Pair, load_pair
 from posttrainllm.adapters.options import (
     chat_options,
@@ -44,6 +45,7 @@ def chat(
     draft_k: DraftLength,
     dtype: str,
     forward: str,
+    changes: ModelChanges,
     system: str | None,
     chat_template_args: str | None,
     quiet: bool,
@@ -59,7 +61,7 @@ def chat(
     conversation = Conversation(system=system, template_args=parse_template_args(chat_template_args))
     if sys.stdin is None:
         raise UsageError("got no standard input, expected a terminal or lines of text")
-    pair = load_pair(model, draft_model, speculate=not no_draft, dtype=dtype, forward=forward)
+    pair = load_pair(model, draft_model, speculate=not no_draft, dtype=dtype, forward=forward, changes=changes)
     pair = unless_broken(pair, draft_k.on(pair.runtime.device))
     if not pair.tokenizer.has_chat_template:
         click.echo("warning: the checkpoint has no chat template; a plain User/Assistant one is used", err=True)

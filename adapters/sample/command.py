@@ -10,6 +10,7 @@ import click
 from posttrainllm.adapters.chat.conversation import Conversation
 from posttrainllm.adapters.draft_length import DraftLength
 from posttrainllm.adapters.gate.heed import unless_broken
+from posttrainllm.adapters.loading.changes import ModelChanges
 from posttrainllm.adapters.loading.pair import Pair, load_pair
 from posttrainllm.adapters.options import (
     chat_options,
@@ -68,6 +69,7 @@ def sample(
     plain_width: int | None,
     dtype: str,
     forward: str,
+    changes: ModelChanges,
     record: str | None,
     as_json: bool,
     quiet: bool,
@@ -87,7 +89,7 @@ def sample(
         raise UsageError("--system and --chat-template-args: got them without --chat, expected --chat beside them")
     text = read_prompt(prompt, prompt_file)
     with _status(enabled=not (quiet or as_json)) as status:
-        pair = load_pair(model, draft_model, speculate=not no_draft, dtype=dtype, forward=forward)
+        pair = load_pair(model, draft_model, speculate=not no_draft, dtype=dtype, forward=forward, changes=changes)
         pair = unless_broken(pair, draft_k.on(pair.runtime.device))
         from posttrainllm.adapters.generation import Generation
 

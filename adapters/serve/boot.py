@@ -16,6 +16,7 @@ from posttrainllm.adapters.engine import Engine
 from posttrainllm.adapters.gate.heed import AGAIN
 from posttrainllm.adapters.gate.paths import Shape
 from posttrainllm.adapters.gate.standing import GateMode, Standing, boot_standing, full_standing
+from posttrainllm.adapters.loading.changes import ModelChanges
 from posttrainllm.adapters.loading.pair import Pair, load_pair
 from posttrainllm.adapters.params import AcceptRule
 from posttrainllm.adapters.replay.describe import fingerprints_of
@@ -45,6 +46,7 @@ class ServeOptions:
     draft_k: DraftLength
     dtype: str
     forward: str
+    changes: ModelChanges
     accept_rule: AcceptRule
     slots: int
     max_context: int | None
@@ -86,6 +88,7 @@ def boot(options: ServeOptions) -> Served:
         speculate=options.speculate,
         dtype=options.dtype,
         forward=options.forward,
+        changes=options.changes,
     )
     if options.gate == "strict" and pair.draft is None:
         raise UsageError("--gate strict: got no draft model, expected one: there is nothing to gate")

@@ -38,7 +38,7 @@ def load(
         speculate: False loads no draft.
         dtype: "auto", "float32", "float16" or "bfloat16", for both models.
         forward: "auto" takes a forward of our own for Llama-shaped models, "module" mlx-lm's module for all.
-        adapter_path: directory of a LoRA or DoRA adapter of the target, as mlx-lm or PEFT writes it, or an id of the hub.
+        adapter_path: directory of a LoRA or DoRA adapter of the target, as mlx-lm or PEFT writes it, or a hub id.
         draft_adapter_path: the same for the draft.
         kv_bits: 8 or 4 quantises the keys and values of both models; None keeps them in the weights' type.
         kv_group_size: how many of their elements share a scale, 32, 64 or 128.

@@ -1,21 +1,19 @@
 """The command-line options that several commands share."""
 
-import functools
 import json
 from collections.abc import Callable
-from typing import Any, TypeVar, cast, get_args
+from typing import Any, TypeVar, get_args
 
 import click
 
+from posttrainllm.adapters.change_options import change_options
 from posttrainllm.adapters.draft_length import DraftLength
-from posttrainllm.adapters.loading.changes import KV_BITS, KV_GROUP_SIZES, ModelChanges
 from posttrainllm.adapters.loading.pair import DTYPES, FORWARDS
 from posttrainllm.adapters.params import MAX_DRAFT_K, AcceptRule, check_width, is_text
 from posttrainllm.kernel.errors import UsageError
 
 __all__ = [
     "accept_rule_option",
-    "change_options",
     "chat_options",
     "check_draft_k",
     "check_system",
@@ -42,52 +40,6 @@ def _together(*options: Callable[[Any], Any]) -> Callable[[_Command], _Command]:
         return command
 
     return decorate
-
-
-def change_options() -> Callable[[_Command], _Command]:
-    """--adapter-path, --draft-adapter-path, --kv-bits and --kv-group-size, which the command gets as `changes`."""
-
-    def gathered(command: _Command) -> _Command:
-        @functools.wraps(command)
-        def gather(
-            *,
-            adapter_path: str | None,
-            draft_adapter_path: str | None,
-            kv_bits: str | None,
-            kv_group_size: str,
-            **others: Any,
-        ) -> Any:
-            changes = ModelChanges(
-                adapter_path=adapter_path,
-                draft_adapter_path=draft_adapter_path,
-                kv_bits=None if kv_bits is None else int(kv_bits),
-                kv_group_size=int(kv_group_size),
-            )
-            return command(changes=changes, **others)
-
-        return cast(_Command, gather)
-
-    return _together(
-        click.option(
-            "--adapter-path",
-            metavar="PATH",
-            help="Directory or hub id of a LoRA or DoRA adapter of MODEL, as mlx-lm or PEFT writes it.",
-        ),
-        click.option("--draft-adapter-path", metavar="PATH", help="The same for the draft."),
-        click.option(
-            "--kv-bits",
-            type=click.Choice([str(bits) for bits in KV_BITS]),
-            help="Keep keys and values in so many bits, in both models. Default: in the weights' type.",
-        ),
-        click.option(
-            "--kv-group-size",
-            type=click.Choice([str(size) for size in KV_GROUP_SIZES]),
-            default="64",
-            show_default=True,
-            help="Of them, how many share a scale.",
-        ),
-        gathered,
-    )
 
 
 def model_options(*, envvar: str | None = None) -> Callable[[_Command], _Command]:

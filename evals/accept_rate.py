@@ -19,9 +19,9 @@ import attrs
 import click
 
 from posttrainllm.adapters.batch import decode
+from posttrainllm.adapters.change_options import change_options
 from posttrainllm.adapters.loading.changes import ModelChanges
 from posttrainllm.adapters.loading.pair import DTYPES, FORWARDS, Pair, load_pair
-from posttrainllm.adapters.options import change_options
 from posttrainllm.adapters.params import MAX_DRAFT_K, is_text
 from posttrainllm.evals.counting import acceptance, count_equal, generated, repeated_share
 from posttrainllm.evals.entry import run_command

@@ -11,9 +11,9 @@ from typing import Any
 
 import click
 
+from posttrainllm.adapters.change_options import change_options
 from posttrainllm.adapters.gate.command import FAILED, checked
 from posttrainllm.adapters.loading.pair import DTYPES
-from posttrainllm.adapters.options import change_options
 from posttrainllm.evals.entry import run_command
 
 __all__ = ["command"]

@@ -59,9 +59,7 @@ class QuantizedCacheView:
         """The places as they are now."""
         return tuple(zip(self.keys, self.values, strict=True))
 
-    def update_and_fetch(
-        self, keys: mx.array, values: mx.array
-    ) -> tuple[tuple[mx.array, ...], tuple[mx.array, ...]]:
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[tuple[mx.array, ...], tuple[mx.array, ...]]:
         """Quantise and write the window's keys and values, each [B, H, W, D], and return the whole buffers."""
         self.keys = self._written(self.keys, keys)
         self.values = self._written(self.values, values)

@@ -17,7 +17,17 @@ from posttrainllm.adapters.loading.hub import locate
 from posttrainllm.adapters.loading.safetensors_header import TensorEntry, read_tensor_entries
 from posttrainllm.kernel.errors import CheckpointError
 
-__all__ = ["Adapter", "AdapterKind", "Update", "read_adapter", "read_entries"]
+__all__ = [
+    "CONFIG",
+    "Adapter",
+    "AdapterKind",
+    "Update",
+    "checked",
+    "count_of",
+    "number_of",
+    "read_adapter",
+    "read_entries",
+]
 
 AdapterKind: TypeAlias = Literal["lora", "dora", "full"]
 CONFIG = "adapter_config.json"
@@ -85,7 +95,9 @@ class Adapter:
         if found is not None and int(found[1]) >= layers:
             self.refuse(f"got an update of {module:.200}, expected layers below {layers}, which is all the model has")
         if found is not None and self.last_layers and int(found[1]) < layers - self.last_layers:
-            self.refuse(f"got an update of {module:.200}, expected one of the last {self.last_layers} of {layers} layers")
+            self.refuse(
+                f"got an update of {module:.200}, expected one of the last {self.last_layers} of {layers} layers"
+            )
         if self.keys is not None and not {module, found[2] if found is not None else module} & self.keys:
             self.refuse(f"got an update of {module:.200}, expected one of its config's keys")
 
@@ -140,8 +152,8 @@ def read_adapter(name: str | Path) -> Adapter:
             found = "a file" if path.exists() else "nothing there"
             raise CheckpointError(f"{path}: got {found}, expected an adapter's directory with {CONFIG}")
         config = read_json(path / CONFIG)
-        found = read_peft(path, config) if "peft_type" in config else read_mlx_lm(path, config)
-    return attrs.evolve(found, name=str(name))
+        adapter = read_peft(path, config) if "peft_type" in config else read_mlx_lm(path, config)
+    return attrs.evolve(adapter, name=str(name))
 
 
 def read_entries(path: Path, name: str) -> tuple[Path, dict[str, TensorEntry]]:
@@ -170,7 +182,7 @@ def read_entries(path: Path, name: str) -> tuple[Path, dict[str, TensorEntry]]:
             )
         if any(size < 1 for size in entry.shape) or math.prod(entry.shape) * _SIZES[entry.dtype] != entry.nbytes:
             raise CheckpointError(
-                f"{file}: {tensor:.200}: got {entry.nbytes} bytes, expected those of the shape {list(entry.shape)!r:.100}"
+                f"{file}: {tensor:.200}: got {entry.nbytes} bytes, expected those of {list(entry.shape)!r:.100}"
             )
     return file, entries
 
@@ -196,11 +208,12 @@ def checked(path: Path, name: str, value: Any, good: bool, expected: str) -> Any
     return value
 
 
-def is_count(value: Any) -> bool:
-    """Whether it is a whole number from 1 up."""
-    return type(value) is int and value >= 1
+def count_of(path: Path, name: str, value: Any) -> int:
+    """A value of the config that is a whole number from 1 up; arguments and errors are those of `checked`."""
+    return int(checked(path, name, value, type(value) is int and value >= 1, "a whole number from 1 up"))
 
 
-def is_number(value: Any) -> bool:
-    """Whether it is a finite number."""
-    return type(value) in (int, float) and math.isfinite(value)
+def number_of(path: Path, name: str, value: Any) -> float:
+    """A value of the config that is a finite number; arguments and errors are those of `checked`."""
+    good = type(value) in (int, float) and math.isfinite(value)
+    return float(checked(path, name, value, good, "a finite number"))

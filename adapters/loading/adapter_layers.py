@@ -3,7 +3,8 @@
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
-from mlx import nn
+from mlx.nn.layers.linear import Linear
+from mlx.nn.layers.quantized import QuantizedLinear
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.tuner.dora import DoRALinear
@@ -19,20 +20,24 @@ if TYPE_CHECKING:
 __all__ = ["adapt_module"]
 
 
-class _NormedDoRALinear(DoRALinear):  # type: ignore[misc] # mlx-lm is not typed
+class _NormedDoRALinear(DoRALinear):
     """DoRA whose norms, which do not change while it decodes, are computed once: the bits stay what they are."""
 
     def settle(self) -> None:
         """Compute them; weights and factors are in place."""
-        adapted = self._dequantized_weight() + (self.scale * self.lora_b.T) @ self.lora_a.T
+        adapted = self._weight() + (self.scale * self.lora_b.T) @ self.lora_a.T
         self._ratio = self.m / mx.linalg.norm(adapted, axis=1)  # [out]
         mx.eval(self._ratio)
 
     def __call__(self, x: mx.array) -> mx.array:
-        y = x @ self._dequantized_weight().T
-        out = y + (self.scale * ((x @ self.lora_a) @ self.lora_b)).astype(x.dtype)
+        out: mx.array = x @ self._weight().T
+        out = out + (self.scale * ((x @ self.lora_a) @ self.lora_b)).astype(x.dtype)
         out = self._ratio.astype(x.dtype) * out
         return out + self.linear.bias if "bias" in self.linear else out
+
+    def _weight(self) -> mx.array:
+        weight: mx.array = self._dequantized_weight()  # type: ignore[no-untyped-call] # as mlx-lm declares it
+        return weight
 
 
 def adapt_module(module: "Module", adapter: Adapter, dtype: str) -> None:
@@ -82,23 +87,23 @@ def _check(adapter: Adapter, name: str, layer: Any) -> None:
         update, experts = adapter.updates[name], layer.num_experts
         adapter.check_shape(update.a, (experts, update.rank, layer.input_dims))
         adapter.check_shape(update.b, (experts, layer.output_dims, update.rank))
-    elif isinstance(layer, (nn.Linear, nn.QuantizedLinear)):
+    elif isinstance(layer, (Linear, QuantizedLinear)):
         outputs, inputs = layer.weight.shape
-        if isinstance(layer, nn.QuantizedLinear):
+        if isinstance(layer, QuantizedLinear):
             inputs = layer.scales.shape[1] * layer.group_size
         adapter.check_shapes(name, outputs, inputs)
     else:
         raise UnsupportedModelError(
-            f"{adapter.file}: {name:.200}: got {adapter.description.split(' of')[0]} on {type(layer).__name__}, expected "
-            "a linear layer"
+            f"{adapter.file}: {name:.200}: got {adapter.kind} of {type(layer).__name__}, expected a linear layer"
         )
 
 
 def _adapted(layer: Any, factors: Factors) -> Any:
     rank = factors.a.shape[-2 if factors.a.ndim == 3 else -1]
     if factors.magnitude is not None:
-        made = _NormedDoRALinear.from_base(layer, r=rank, scale=factors.scale)
-    elif isinstance(layer, (nn.Linear, nn.QuantizedLinear)):
+        made = _NormedDoRALinear(1, 1, r=rank, scale=factors.scale)  # what it draws at random is replaced
+        made.linear = layer
+    elif isinstance(layer, (Linear, QuantizedLinear)):
         made = LoRALinear.from_base(layer, r=rank, scale=factors.scale)
     else:
         made = LoRASwitchLinear.from_base(layer, r=rank, scale=factors.scale)

@@ -5,7 +5,7 @@ from typing import Any
 
 import attrs
 
-from posttrainllm.adapters.loading.adapter import CONFIG, Adapter, Update, checked, is_count, is_number, read_entries
+from posttrainllm.adapters.loading.adapter import CONFIG, Adapter, Update, checked, count_of, number_of, read_entries
 from posttrainllm.kernel.errors import CheckpointError
 
 __all__ = ["read_mlx_lm"]
@@ -35,17 +35,15 @@ def read_mlx_lm(path: Path, config: dict[str, Any]) -> Adapter:
     file, entries = read_entries(path, "adapters.safetensors")
     if kind == "full":
         return Adapter(name=str(path), path=path, file=file, kind="full", entries=entries, updates={})
-    parameters = config.get("lora_parameters")
-    checked(path, "lora_parameters", parameters, isinstance(parameters, dict), "an object with rank and scale")
-    assert isinstance(parameters, dict)
-    rank, scale, keys = (parameters.get(name) for name in ("rank", "scale", "keys"))
-    checked(path, "lora_parameters.rank", rank, is_count(rank), "a whole number from 1 up")
-    checked(path, "lora_parameters.scale", scale, is_number(scale), "a number")
+    given = config.get("lora_parameters")
+    parameters = checked(path, "lora_parameters", given, isinstance(given, dict), "an object with rank and scale")
+    rank = count_of(path, "lora_parameters.rank", parameters.get("rank"))
+    scale = number_of(path, "lora_parameters.scale", parameters.get("scale"))
+    keys = parameters.get("keys")
     named = keys is None or (isinstance(keys, list) and all(isinstance(key, str) for key in keys))
     checked(path, "lora_parameters.keys", keys, named, "a list of modules")
-    layers = config.get("num_layers")
-    checked(path, "num_layers", layers, type(layers) is int, "a whole number, -1 for all")
-    assert type(rank) is int and type(layers) is int and scale is not None
+    given = config.get("num_layers")
+    layers: int = checked(path, "num_layers", given, type(given) is int, "a whole number, -1 for all")
     adapter = Adapter(
         name=str(path),
         path=path,
@@ -53,10 +51,10 @@ def read_mlx_lm(path: Path, config: dict[str, Any]) -> Adapter:
         kind="dora" if kind == "dora" else "lora",
         entries=entries,
         updates={},
-        last_layers=layers if layers > 0 else None,
+        last_layers=max(layers, 0) or None,
         keys=None if keys is None else frozenset(keys),
     )
-    return _with_updates(adapter, rank, float(scale))
+    return _with_updates(adapter, rank, scale)
 
 
 def _with_updates(adapter: Adapter, rank: int, scale: float) -> Adapter:

@@ -6,7 +6,16 @@ from typing import Any
 
 import attrs
 
-from posttrainllm.adapters.loading.adapter import CONFIG, Adapter, Update, checked, is_count, is_number, read_entries
+from posttrainllm.adapters.loading.adapter import (
+    CONFIG,
+    Adapter,
+    AdapterKind,
+    Update,
+    checked,
+    count_of,
+    number_of,
+    read_entries,
+)
 from posttrainllm.kernel.errors import UnsupportedModelError
 
 __all__ = ["read_peft"]
@@ -38,20 +47,17 @@ def read_peft(path: Path, config: dict[str, Any]) -> Adapter:
         UnsupportedModelError: it is no LoRA, or one with more to it than factors and magnitudes.
     """
     _refuse_foreign(path, config)
-    rank, alpha = config.get("r"), config.get("lora_alpha")
-    checked(path, "r", rank, is_count(rank), "a whole number from 1 up")
-    checked(path, "lora_alpha", alpha, is_number(alpha), "a number")
+    rank, alpha = count_of(path, "r", config.get("r")), number_of(path, "lora_alpha", config.get("lora_alpha"))
     flags = {name: config.get(name, False) for name in ("use_dora", "use_rslora")}
     for name, flag in flags.items():
         checked(path, name, flag, type(flag) is bool, "true or false")
     if (path / "adapter_model.bin").exists() and not (path / "adapter_model.safetensors").exists():
         raise UnsupportedModelError(f"{path}: got adapter_model.bin, expected adapter_model.safetensors")
     file, entries = read_entries(path, "adapter_model.safetensors")
-    assert type(rank) is int and alpha is not None
-    kind = "dora" if flags["use_dora"] else "lora"
+    kind: AdapterKind = "dora" if flags["use_dora"] else "lora"
     adapter = Adapter(name=str(path), path=path, file=file, kind=kind, entries=entries, updates={}, turned=True)
     scale = alpha / (rank**0.5 if flags["use_rslora"] else rank)
-    return _with_updates(adapter, rank, float(scale))
+    return _with_updates(adapter, rank, scale)
 
 
 def _refuse_foreign(path: Path, config: dict[str, Any]) -> None:

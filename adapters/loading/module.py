@@ -11,11 +11,12 @@ from mlx.utils import tree_reduce
 from posttrainllm.adapters.loading.adapter import Adapter
 from posttrainllm.adapters.loading.checkpoint import Checkpoint, readable
 from posttrainllm.adapters.loading.llama_config import lifted_rope
+from posttrainllm.adapters.loading.packed import packed_forward, packed_shapes
 from posttrainllm.kernel.cache import CacheView
 from posttrainllm.kernel.compiled import compile_prefill
 from posttrainllm.kernel.errors import CheckpointError, UnsupportedModelError
 from posttrainllm.kernel.forward import Forward
-from posttrainllm.kernel.quantized_cache import ENTRIES, Packing, QuantizedCacheView
+from posttrainllm.kernel.quantized_cache import ENTRIES, Packing
 from posttrainllm.kernel.state import KVCache
 
 if TYPE_CHECKING:  # a model that needs no mlx-lm does not load MLX's layers either
@@ -103,7 +104,7 @@ def module_forward(module: "Module", windows: Sequence[int | None], packing: Pac
         The pure forward.
     """
     if packing is not None:
-        return _packed_forward(module, windows, packing)
+        return packed_forward(module, windows, packing)
     view_class = _view_class(module)
 
     def forward(tokens: mx.array, kv: KVCache, position: mx.array) -> tuple[mx.array, KVCache]:
@@ -113,18 +114,6 @@ def module_forward(module: "Module", windows: Sequence[int | None], packing: Pac
         ]
         logits = module(tokens, cache=views)
         return logits, tuple((view.keys, view.values) for view in views)
-
-    return forward
-
-
-def _packed_forward(module: "Module", windows: Sequence[int | None], packing: Packing) -> Forward:
-    def forward(tokens: mx.array, kv: KVCache, position: mx.array) -> tuple[mx.array, KVCache]:
-        views = [
-            QuantizedCacheView(kv[ENTRIES * index : ENTRIES * (index + 1)], position, packing, window=window)
-            for index, window in enumerate(windows)
-        ]
-        logits = module(tokens, cache=views)
-        return logits, tuple(entry for view in views for entry in view.entries)
 
     return forward
 
@@ -205,28 +194,11 @@ def model_from_module(
         ),
     )
     if packing is not None:
-        model = _packed(model, packing)
+        variant = f"module-kv{packing.bits}g{packing.group_size}"
+        packed = packed_shapes(name, shapes, packing)
+        model = attrs.evolve(model, kv_shapes=packed, packing=packing, variant=variant)
     _check_traceable(model, "" if packing is None else " with quantised keys and values (--kv-bits)")
     return model
-
-
-def _packed(model: Model, packing: Packing) -> Model:
-    """The model with the shapes of quantised keys and values."""
-    uneven = [size for _, *sizes in model.kv_shapes for size in sizes if size % packing.group_size]
-    if uneven:
-        raise UnsupportedModelError(
-            f"{model.name}: --kv-group-size: got {packing.group_size}, expected a size that divides the head's {uneven[0]}"
-        )
-    return attrs.evolve(
-        model,
-        kv_shapes=tuple(
-            (heads, key, value)
-            for heads, keys, values in model.kv_shapes
-            for key, value in zip(packing.sizes(keys), packing.sizes(values), strict=True)
-        ),
-        packing=packing,
-        variant=f"module-kv{packing.bits}g{packing.group_size}",
-    )
 
 
 def _window(name: str, index: int, cache: Any) -> int | None:

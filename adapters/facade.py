@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrainllm.adapters.draft_length import DraftLength
+from posttrainllm.adapters.loading.changes import ModelChanges
 from posttrainllm.adapters.loading.pair import Pair
 from posttrainllm.adapters.match.auto import load_chosen
 from posttrainllm.adapters.params import SamplingParams
@@ -25,6 +26,10 @@ def load(
     speculate: bool = True,
     dtype: str = "auto",
     forward: str = "auto",
+    adapter_path: str | Path | None = None,
+    draft_adapter_path: str | Path | None = None,
+    kv_bits: int | None = None,
+    kv_group_size: int = 64,
     draft_k: int | str = 4,
 ) -> Pair:
     """Load a target and a draft.
@@ -38,6 +43,10 @@ def load(
         speculate: False loads no draft.
         dtype: "auto", "float32", "float16" or "bfloat16", for both models.
         forward: "auto" takes a forward of our own for Llama-shaped models, "module" mlx-lm's module for all.
+        adapter_path: directory of a LoRA or DoRA adapter of the target, as mlx-lm or PEFT writes it, or a hub id.
+        draft_adapter_path: the same for the draft.
+        kv_bits: 8 or 4 quantises the keys and values of both models; None keeps them in the weights' type.
+        kv_group_size: how many of their elements share a scale, 32, 64 or 128.
         draft_k: K that "auto" chooses a draft for: what `stream` and `generate` will be given.
 
     Returns:
@@ -46,6 +55,9 @@ def load(
     Raises:
         PosttrainllmError: see `posttrainllm.kernel.errors`.
     """
+    changes = ModelChanges(
+        adapter_path=adapter_path, draft_adapter_path=draft_adapter_path, kv_bits=kv_bits, kv_group_size=kv_group_size
+    )
     return load_chosen(
         model,
         draft_model,
@@ -53,6 +65,7 @@ def load(
         dtype=dtype,
         forward=forward,
         draft_k=DraftLength.parse(draft_k),
+        changes=changes,
         say=LOGGER.info,
     )[0]
 

@@ -7,6 +7,7 @@ import attrs
 import click
 
 from posttrainllm.adapters.draft_length import DraftLength
+from posttrainllm.adapters.loading.changes import UNCHANGED, ModelChanges
 from posttrainllm.adapters.loading.found import FoundModel, embedded_models, hub_models
 from posttrainllm.adapters.loading.pair import AUTO, Pair, load_pair, with_draft
 from posttrainllm.kernel.errors import CheckpointError, LoadError, MemoryLimitError
@@ -51,6 +52,7 @@ def load_chosen(
     dtype: str,
     forward: str,
     draft_k: DraftLength,
+    changes: ModelChanges = UNCHANGED,
     rows: int = 1,
     context: int | None = None,
     say: Callable[[str], None],
@@ -65,6 +67,7 @@ def load_chosen(
         dtype: one of DTYPES.
         forward: one of FORWARDS.
         draft_k: of `--draft-k`; where nobody asked for one, K is chosen with the draft.
+        changes: adapters, and how keys and values are kept; "auto" takes no adapter of a draft.
         rows: B of what will decode.
         context: most tokens of a row; None is that of a short request.
         say: told, one line each, that candidates are measured, and why no draft is taken.
@@ -77,18 +80,19 @@ def load_chosen(
         PosttrainllmError: see `load_pair`.
     """
     if draft_model != AUTO or not speculate:
-        return load_pair(model, draft_model, speculate=speculate, dtype=dtype, forward=forward), draft_k
-    pair = load_pair(model, speculate=False, dtype=dtype, forward=forward)
+        pair = load_pair(model, draft_model, speculate=speculate, dtype=dtype, forward=forward, changes=changes)
+        return pair, draft_k
+    pair = load_pair(model, speculate=False, dtype=dtype, forward=forward, changes=changes)
     from posttrainllm.adapters.match.decide import Search
     from posttrainllm.adapters.match.measure import Setting
 
     setting = Setting(rows=rows, context=context, draft_k=draft_k)
-    search = Search(pair=pair, setting=setting, dtype=dtype, forward=forward, most=MOST, say=say)
+    search = Search(pair=pair, setting=setting, dtype=dtype, forward=forward, changes=changes, most=MOST, say=say)
     decision = search.decide(local_models(say))
     winner, reason = decision.winner, decision.reason
     if winner is not None and winner.measured is not None:
         try:
-            chosen = with_draft(pair, winner.path, dtype=dtype, forward=forward)
+            chosen = with_draft(pair, winner.path, dtype=dtype, forward=forward, changes=changes)
         except (LoadError, MemoryLimitError) as error:  # measured before, and now there is less room
             reason = f"the best, {winner.name}, cannot be loaded now: {error}"
         else:

@@ -9,6 +9,7 @@ import attrs
 import mlx.core as mx
 
 from posttrainllm.adapters.gate.key import machine_of
+from posttrainllm.adapters.loading.changes import UNCHANGED, ModelChanges
 from posttrainllm.adapters.loading.checkpoint import Checkpoint, read_checkpoint, readable
 from posttrainllm.adapters.loading.fingerprint import fingerprint, tokenizer_fingerprint
 from posttrainllm.adapters.loading.found import FoundModel, parameter_count
@@ -37,6 +38,8 @@ class Search:
     """Of the candidates, one of DTYPES."""
     forward: str = "auto"
     """Of the candidates, one of FORWARDS."""
+    changes: ModelChanges = UNCHANGED
+    """Of the target; the candidates keep their keys and values likewise."""
     fresh: bool = False
     """Whether to measure what is on file, too."""
     most: int | None = None
@@ -157,7 +160,7 @@ class Search:
 
     def _loaded(self, path: Path, key: dict[str, Any]) -> Pair:
         try:
-            return with_draft(self.pair, path, dtype=self.dtype, forward=self.forward)
+            return with_draft(self.pair, path, dtype=self.dtype, forward=self.forward, changes=self.changes)
         except LoadError as error:
             keep(key, {"problem": _without(path, error)})
             raise
@@ -167,6 +170,7 @@ class Search:
         return {
             **fingerprints_of(self.pair.plain("the target is the same for all")),
             "forward": [self.pair.target.variant, self.forward],
+            "kv": [self.changes.kv_bits, self.changes.kv_group_size],
             "target_dtype": self.pair.target.dtype,
             **self.setting.described(self.pair),
             **machine_of(self.pair.runtime),

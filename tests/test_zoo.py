@@ -1,8 +1,11 @@
 """The zoo: presets, the tokenizer, and a trainer that resumes, distils and writes what loads."""
 
+import itertools
 import json
 import math
 import random
+import time
+from types import SimpleNamespace
 
 import click
 import mlx.core as mx
@@ -137,6 +140,46 @@ def test_a_run_that_was_stopped_and_resumed_is_the_unbroken_run_bit_for_bit(cycl
         assert file.read_bytes() == (tmp_path / "broken" / file.name).read_bytes()
 
 
+def test_a_distillation_resumes_after_its_own_target_alone(cycle, trained, tmp_path):
+    options = ("--steps", "2", "--on-policy", "0.5", "--on-policy-rows", "8")
+    train(cycle, tmp_path / "run", *options, "--distill-from", trained, "--stop-after", "0", code=3)
+    train(cycle, tmp_path / "other", "--steps", "1", "--seed", "1")
+    output = train(cycle, tmp_path / "run", *options, "--distill-from", tmp_path / "other", "--resume", code=1)
+    assert "distill_from: got 'sha256:" in output
+    assert "distill_from: got None, expected" in train(cycle, tmp_path / "run", "--steps", "2", "--resume", code=1)
+    train(cycle, tmp_path / "run", *options, "--distill-from", trained, "--resume")
+
+
+def test_a_loss_that_is_not_finite_is_told_and_none_that_is_ends_the_run(cycle, tmp_path, monkeypatch):
+    steps, broken = trainer_module.Trainer._one_step, {2}
+
+    def with_infinity(self, prefetch):
+        steps(self, prefetch)
+        if self.step in broken:
+            self._unread[-1] = (self.step, mx.array(math.inf), *self._unread[-1][2:])
+
+    monkeypatch.setattr(trainer_module.Trainer, "_one_step", with_infinity)
+    assert "1 of 4 losses not finite" in train(cycle, tmp_path / "one", "--steps", "4")
+    broken |= {1, 2, 3, 4}
+    assert "got no finite loss in 4 steps" in train(cycle, tmp_path / "all", "--steps", "4", code=1)
+
+
+def test_evaluations_and_checkpoints_are_not_on_the_clock(cycle, tmp_path, monkeypatch):
+    hours = itertools.count(0, 3600)  # that pass while something is evaluated or saved
+    passed = [0]
+
+    def evaluate(self):
+        passed[0] = next(hours)
+        return {}
+
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + passed[0])
+    monkeypatch.setattr(trainer_module, "time", clock)
+    monkeypatch.setattr(trainer_module.Trainer, "evaluate", evaluate)
+    train(cycle, tmp_path / "run", "--steps", "6", "--evaluate-every", "1")
+    assert passed[0] >= 4 * 3600
+    assert json.loads((tmp_path / "run" / "TRAINING.json").read_text())["seconds"] < 3600
+
+
 def test_a_checkpoint_holds_every_array_and_replaces_the_older_one(cycle, tmp_path):
     output = train(cycle, tmp_path / "run", "--steps", "500", "--stop-after", "0", code=3)
     assert "--resume goes on" in output
@@ -154,7 +197,8 @@ def test_a_distilled_toy_is_closer_to_its_target_than_its_control(cycle, trained
     train(mixed, tmp_path / "control", *steps)
     on_policy = ("--on-policy", "0.5", "--on-policy-rows", "8")
     train(mixed, tmp_path / "distilled", *steps, "--distill-from", trained, *on_policy)
-    ids = mx.array(np.load(tmp_path / "distilled" / "on_policy.npy").astype(np.int32)[:, :-1])
+    (file,) = (tmp_path / "distilled").glob("on_policy-*.npy")
+    ids = mx.array(np.load(file).astype(np.int32)[:, :-1])
     target = load_any(trained, mx.float32)(ids)
     found = [
         divergences(target, load_any(tmp_path / name, mx.float32)(ids)).mean().item()

@@ -2,6 +2,7 @@
 
 import queue
 import threading
+from functools import lru_cache
 from typing import Any
 
 import attrs
@@ -97,17 +98,10 @@ class Prefetch:
             self._queue.put(error)
 
 
-_orders: dict[tuple[int, int, int], "np.ndarray[Any, Any]"] = {}
-
-
+@lru_cache(maxsize=4)  # every row asks for one
 def _order(seed: int, epoch: int, count: int) -> "np.ndarray[Any, Any]":
-    """A permutation of range(count); the last few are kept, since every row asks for one."""
-    key = (seed, epoch, count)
-    if key not in _orders:
-        while len(_orders) > 3:
-            _orders.pop(next(iter(_orders)))
-        _orders[key] = np.random.default_rng([seed, epoch, count]).permutation(count)
-    return _orders[key]
+    """A permutation of range(count)."""
+    return np.random.default_rng([seed, epoch, count]).permutation(count)
 
 
 def _shift(seed: int, epoch: int, sequence: int) -> int:

@@ -51,4 +51,4 @@ class Settings:
         names = ("preset", "batch", "accumulate", "sequence", "learning_rate", "optimizer", "weight_decay", "warm_up")
         more = ("z_loss", "seed", "dtype", "distill_weight", "on_policy", "on_policy_rows", "on_policy_greedy")
         found: dict[str, object] = {name: getattr(self, name) for name in (*names, *more)}
-        return found | {"steps": self.budget.steps, "minutes": self.budget.minutes, "distil": bool(self.distill_from)}
+        return found | {"steps": self.budget.steps, "minutes": self.budget.minutes}

@@ -26,7 +26,11 @@ _MOST_LOGITS = 2**30  # of a batch: beyond, arrays of them have more elements th
 @click.option("--corpus", type=_FOLDER, required=True, help="Folder that `zoo corpus` wrote.")
 @click.option("--out", type=_FOLDER, required=True, help="Model directory to write; checkpoints go there, too.")
 @click.option("--tokenizer", type=_FOLDER, help="Of `zoo tokenizer`; tokenizer.json in the corpus's folder by default.")
-@click.option("--minutes", type=click.FloatRange(min=0, min_open=True), help="Of training, compilation left out.")
+@click.option(
+    "--minutes",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Of training: compilation, evaluations, checkpoints left out.",
+)
 @click.option("--steps", type=click.IntRange(min=1), help="Updates, in place of --minutes.")
 @click.option("--batch", type=click.IntRange(min=1), default=64, show_default=True, help="Sequences at once.")
 @click.option("--accumulate", type=click.IntRange(min=1), default=1, show_default=True, help="Batches of an update.")
@@ -88,6 +92,7 @@ def _check(settings: Settings) -> None:
 def _train(settings: Settings, began: float, device: str) -> bool:
     import mlx.core as mx
 
+    from posttrainllm.adapters.loading.fingerprint import fingerprint
     from posttrainllm.evals.zoo.batches import Batches
     from posttrainllm.evals.zoo.model import build_module, load_any, read_parameters, same_vocabulary, start_parameters
     from posttrainllm.evals.zoo.on_policy import target_texts
@@ -107,11 +112,12 @@ def _train(settings: Settings, began: float, device: str) -> bool:
     if len(ids) < 2 * settings.sequence + 2:
         raise click.ClickException(f"{corpus.folder}: got {len(ids):,} tokens, expected two sequences at least")
     _say(f"{settings.preset}: {preset.parameters:,} parameters; {len(ids):,} tokens; {device}")
+    origin = {"corpus_sha256": corpus.sha256, "tokenizer": digest(text)}
+    for name, folder in (("init", settings.init), ("distill_from", settings.distill_from)):
+        origin |= {} if folder is None else {name: fingerprint(folder)}
     target = None if settings.distill_from is None else load_any(settings.distill_from, dtype)
     generated = None
     if settings.on_policy and target is not None:
-        if not settings.resume:
-            (settings.out / "on_policy.npy").unlink(missing_ok=True)  # of another run, perhaps of another target
         generated = target_texts(
             target,
             ids,
@@ -119,7 +125,8 @@ def _train(settings: Settings, began: float, device: str) -> bool:
             sequence=settings.sequence,
             seed=settings.seed,
             greedy_share=settings.on_policy_greedy,
-            file=settings.out / "on_policy.npy",
+            origin=" ".join(origin.values()),
+            folder=settings.out,
         )
         _say(f"the target wrote {generated.size:,} tokens, {time.monotonic() - began:.1f} s after the start")
     functions = compile_step(
@@ -147,7 +154,7 @@ def _train(settings: Settings, began: float, device: str) -> bool:
         parameters=(
             start_parameters(preset, settings.seed) if settings.init is None else read_parameters(settings.init, preset)
         ),
-        fingerprint={"corpus_sha256": corpus.sha256, "tokenizer": digest(text)},
+        fingerprint=origin,
         say=_say,
     )
     if settings.resume:

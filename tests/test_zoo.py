@@ -7,6 +7,7 @@ import random
 import time
 from types import SimpleNamespace
 
+import attrs
 import click
 import mlx.core as mx
 import numpy as np
@@ -285,6 +286,16 @@ def test_batches_take_every_window_once_an_epoch_and_any_number_alone():
         assert (prefetch.take() == batches.batch(5)).all()
 
 
+def test_prose_has_the_share_that_is_asked_for_and_leaves_out_no_window():
+    code, prose = np.arange(65, dtype=np.uint16), np.arange(100, 165, dtype=np.uint16)
+    batches = Batches(ids=code, prose=prose, prose_share=0.25, rows=4, sequence=8, seed=2)
+    for share, expected in ((0.25, [7, 21]), (1.0, [28, 0]), (0.0, [0, 28])):
+        batches = attrs.evolve(batches, prose_share=share)
+        first = np.concatenate([batches.batch(number)[:, 0] for number in range(7)])
+        assert [(first >= 100).sum(), (first < 100).sum()] == expected
+    assert len(set(first[:7])) == 7  # an epoch of the code alone
+
+
 def test_held_out_losses_count_every_token_but_the_first_once():
     from posttrainllm.evals.zoo.data import HeldOut
 
@@ -326,6 +337,7 @@ def test_bad_input_is_one_line(cycle, trained, tmp_path):
     assert "got 4000 ids, expected the draft's 4096" in output
     assert "expected one of the two" in train(cycle, tmp_path / "out", code=2)
     assert "--accumulate" in train(cycle, tmp_path / "out", *steps, "--batch", "100000", code=2)
+    assert "got 1 tokens of prose" in train(cycle, tmp_path / "out", *steps, "--prose", "0.5", code=1)
     assert "expected both" in train(cycle, tmp_path / "out", *steps, "--on-policy", "0.5", code=2)
 
 

@@ -31,11 +31,16 @@ class Corpus:
     files: tuple[Path, ...]
     """train-*.jsonl, in order."""
 
-    def training_texts(self) -> Iterator[str]:
-        """Every document to train on, in the folder's fixed order."""
+    def training_texts(self, kind: str | None = None) -> Iterator[str]:
+        """Every document to train on, in the folder's fixed order.
+
+        Args:
+            kind: "code" or "prose" alone; None for both.
+        """
         for file in self.files:
             for document in _documents(file):
-                yield document["text"]
+                if kind is None or document.get("kind") == kind:
+                    yield document["text"]
 
     def held_out_texts(self, most_characters: int | None = None) -> dict[str, list[str]]:
         """Documents by source, such as "networkx code".
@@ -94,13 +99,16 @@ def read_corpus(folder: Path) -> Corpus:
     return Corpus(folder=folder, sha256=str(sha256), files=files)
 
 
-def training_ids(corpus: Corpus, tokenizer: "Tokenizer", tokenizer_digest: str) -> "np.ndarray[Any, Any]":
-    """Ids of the whole training text, kept in the corpus's folder for the next run where that can be written.
+def training_ids(
+    corpus: Corpus, tokenizer: "Tokenizer", tokenizer_digest: str, kind: str | None = None
+) -> "np.ndarray[Any, Any]":
+    """Ids of the training text, kept in the corpus's folder for the next run where that can be written.
 
     Args:
         corpus: the text.
         tokenizer: of 65,536 ids at most.
         tokenizer_digest: what tells tokenizers apart.
+        kind: "code" or "prose" alone; None for both.
 
     Returns:
         uint16[N]: the end of text, then every document with the end of text behind it.
@@ -110,12 +118,12 @@ def training_ids(corpus: Corpus, tokenizer: "Tokenizer", tokenizer_digest: str) 
     """
     import numpy as np
 
-    key = hashlib.sha256(f"{corpus.sha256} {tokenizer_digest}".encode()).hexdigest()[:16]
+    key = hashlib.sha256(f"{corpus.sha256} {tokenizer_digest} {kind or ''}".encode()).hexdigest()[:16]
     file = corpus.folder / f"tokens-{key}.npy"
     with contextlib.suppress(OSError, ValueError, EOFError):  # none, or one that was cut off: it is made again
         kept: np.ndarray[Any, Any] = np.load(file, allow_pickle=False)
         return kept
-    ids = _encode(corpus.training_texts(), tokenizer, 0)
+    ids = _encode(corpus.training_texts(kind), tokenizer, 0)
     unfinished = file.with_suffix(f".{os.getpid()}.tmp")  # two runs may make them at once
     try:
         with unfinished.open("wb") as stream:

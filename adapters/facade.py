@@ -4,8 +4,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrainllm.adapters.loading.pair import Pair, load_pair
+from posttrainllm.adapters.draft_length import DraftLength
+from posttrainllm.adapters.loading.pair import Pair
+from posttrainllm.adapters.match.auto import load_chosen
 from posttrainllm.adapters.params import SamplingParams
+from posttrainllm.adapters.runtime import LOGGER
 from posttrainllm.kernel.errors import UsageError
 
 if TYPE_CHECKING:  # it imports MLX, and the BLAS must come first
@@ -22,6 +25,7 @@ def load(
     speculate: bool = True,
     dtype: str = "auto",
     forward: str = "auto",
+    draft_k: int | str = 4,
 ) -> Pair:
     """Load a target and a draft.
 
@@ -29,10 +33,12 @@ def load(
 
     Args:
         model: directory of the target, in Hugging Face / mlx-lm layout, a `.tinygpt` file, or an id of the hub.
-        draft_model: the draft, the same; its tokenizer must agree with the target's.
+        draft_model: the draft, the same; its tokenizer must agree with the target's. "auto" is the one on this machine
+            that pays best, or none, which `Pair.reason` then says why.
         speculate: False loads no draft.
         dtype: "auto", "float32", "float16" or "bfloat16", for both models.
         forward: "auto" takes a forward of our own for Llama-shaped models, "module" mlx-lm's module for all.
+        draft_k: K that "auto" chooses a draft for: what `stream` and `generate` will be given.
 
     Returns:
         The pair, to pass to `stream` and `generate`.
@@ -40,7 +46,15 @@ def load(
     Raises:
         PosttrainllmError: see `posttrainllm.kernel.errors`.
     """
-    return load_pair(model, draft_model, speculate=speculate, dtype=dtype, forward=forward)
+    return load_chosen(
+        model,
+        draft_model,
+        speculate=speculate,
+        dtype=dtype,
+        forward=forward,
+        draft_k=DraftLength.parse(draft_k),
+        say=LOGGER.info,
+    )[0]
 
 
 def stream(

@@ -55,7 +55,8 @@ def model_options(*, envvar: str | None = None) -> Callable[[_Command], _Command
         click.option(
             "--draft-model",
             metavar="PATH",
-            help="Directory, .tinygpt file or hub id of the draft. Default: the embedded one without MODEL.",
+            help="Directory, .tinygpt file or hub id of the draft; auto (sample, chat, serve): the one here that pays "
+            "best. Default: the embedded one without MODEL.",
         ),
         click.option(
             "--dtype",
@@ -81,8 +82,8 @@ def draft_options() -> Callable[[_Command], _Command]:
         click.option(
             "--draft-k",
             type=DraftLength.parse,
-            default="4",
-            show_default=True,
+            default=DraftLength(most=4, given=False),
+            show_default="4",
             metavar="K",
             help="Tokens the draft proposes a step, 1 to 32. auto: as many as pay, step by step, none where none do; "
             "auto:N: up to N.",

@@ -1,7 +1,7 @@
 """What clients of other people really send, replayed: client_requests.jsonl has their requests as they went out.
 
-Open WebUI's were written by its own code (the wheel of 0.12.4, everything around its request stubbed), Continue's by its
-own providers (its source of 2026-06-18, bundled), both against a server of ours. OpenAI's client runs itself.
+Open WebUI's were written by its own code (the wheel of 0.12.4, everything around its request stubbed), Continue's by
+its own providers (its source of 2026-06-18, bundled), both against a server of ours. OpenAI's client runs itself.
 """
 
 import json
@@ -64,7 +64,9 @@ def test_a_recorded_request_is_answered_and_wants_the_key(server, request_):
     assert answer.status_code == 200, answer.text
     if request_["purpose"] == "list models":
         value = answer.json()
-        names = [card["id"] for card in value["data"]] if "data" in value else [card["name"] for card in value["models"]]
+        names = (
+            [card["id"] for card in value["data"]] if "data" in value else [card["name"] for card in value["models"]]
+        )
         assert names == ["target-16m"]
     elif request_["purpose"] == "describe the model":
         # Continue reads these lines for the context, and a template with .Suffix as infill, which this server has not

@@ -259,6 +259,7 @@ VARIABLES = {
     "queue": ("5", 5),
     "gate": ("strict", "strict"),
     "api_key": ("k", "k"),
+    "api_key_file": ("key.txt", "key.txt"),
     "cors_origin": ("https://a.example https://b.example", ("https://a.example", "https://b.example")),
     "served_model_name": ("n", "n"),
     "request_timeout": ("2.5", 2.5),

@@ -24,6 +24,7 @@ from posttrainllm.adapters.serve.errors import ApiError, as_api_error
 from posttrainllm.adapters.serve.metrics import Ending, ending_of
 from posttrainllm.adapters.serve.ollama import served_name
 from posttrainllm.adapters.serve.ollama_answers import model_card, model_details
+from posttrainllm.adapters.serve.openapi import openapi
 from posttrainllm.adapters.serve.prepare import count_choices
 from posttrainllm.adapters.serve.refusals import ollama_refusal, refusal, unexpected, unrouted
 from posttrainllm.adapters.serve.request_options import unknown_model
@@ -56,6 +57,7 @@ def make_app(scheduler: Scheduler, settings: ServeSettings, *, cors_origins: tup
     routes = [
         Route("/health", api.health, methods=["GET"]),
         Route("/metrics", api.guarded(api.metrics), methods=["GET"]),
+        Route("/openapi.json", api.guarded(api.openapi), methods=["GET"]),
         Route("/v1/models", api.guarded(api.models), methods=["GET"]),
         Route("/v1/models/{name:path}", api.guarded(api.model), methods=["GET"]),
         Route("/v1/chat/completions", api.generating(CHAT), methods=["POST"]),
@@ -115,6 +117,10 @@ class _Api:
         body, content_type = self._scheduler.metrics.exposition(request.headers.get("accept", ""))
         return Response(body, headers={"content-type": content_type})
 
+    async def openapi(self, request: Request) -> Response:
+        """GET /openapi.json: this API, for programs."""
+        return JSONResponse(openapi(self._settings, self._version()))
+
     async def models(self, request: Request) -> Response:
         """GET /v1/models."""
         return JSONResponse({"object": "list", "data": [self._card()]})
@@ -137,7 +143,7 @@ class _Api:
 
     async def version(self, request: Request) -> Response:
         """GET /api/version, of this package."""
-        return JSONResponse({"version": self._scheduler.engine.pair.runtime.versions["posttrainllm"]})
+        return JSONResponse({"version": self._version()})
 
     def generating(self, dialect: Dialect, refused: _Refused | None = None) -> _Endpoint:
         """The endpoint of a dialect."""
@@ -231,6 +237,9 @@ class _Api:
                 code="invalid_api_key",
                 headers={"www-authenticate": "Bearer"},
             )
+
+    def _version(self) -> str:
+        return self._scheduler.engine.pair.runtime.versions["posttrainllm"]
 
     def _speculative(self) -> dict[str, Any]:
         engine = self._scheduler.engine

@@ -7,9 +7,10 @@ is not supported is refused.
 from typing import Any
 
 from posttrainllm.adapters.loading.tokenizer import Tokenizer
+from posttrainllm.adapters.params import SamplingParams
 from posttrainllm.adapters.serve.errors import ApiError, invalid
 from posttrainllm.adapters.serve.prepare import Work, prepare_chat, prepare_completion
-from posttrainllm.adapters.serve.request_options import unknown_model
+from posttrainllm.adapters.serve.request_options import options_of, unknown_model
 from posttrainllm.adapters.serve.schema import ChatRequest, CompletionRequest, parse
 from posttrainllm.adapters.serve.settings import ServeSettings
 
@@ -53,6 +54,7 @@ def parse_chat(value: dict[str, Any], settings: ServeSettings) -> ChatRequest | 
             if message.get(field):
                 raise _unsupported(f"messages: this server supports no {field}", "messages")
     if not messages:
+        _check_nothing(common, settings)
         return None
     spoken = [{"role": message.get("role"), "content": message.get("content")} for message in messages]
     return parse(ChatRequest, {**common, "messages": spoken})
@@ -79,6 +81,7 @@ def parse_generate(value: dict[str, Any], settings: ServeSettings) -> ChatReques
     if not isinstance(raw, bool | None):
         raise invalid("raw: expected true or false", param="raw")
     if not prompt:
+        _check_nothing(common, settings)
         return None
     if raw:
         if system:
@@ -128,6 +131,11 @@ def served_name(value: dict[str, Any], settings: ServeSettings) -> str:
         if name in (known, f"{known}:latest"):
             return known
     raise unknown_model(name, settings)
+
+
+def _check_nothing(common: dict[str, Any], settings: ServeSettings) -> None:
+    """A request for nothing; its options are held to the same bounds."""
+    SamplingParams.from_options(options_of(parse(CompletionRequest, {**common, "prompt": "x"}), settings))
 
 
 def _common(value: dict[str, Any], settings: ServeSettings) -> dict[str, Any]:

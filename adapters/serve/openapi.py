@@ -47,7 +47,7 @@ class _Operation:
     """Schema of a JSON answer."""
     body: str | None = None
     stream: tuple[str, str] | None = None
-    """Media type of a stream, and what one part of it is."""
+    """Media type of a stream, and the schema of one event or line; "[DONE]" behind events is none of it."""
     errors: tuple[int, ...] = ()
     ollama: bool = False
     open: bool = False
@@ -194,8 +194,7 @@ def _content_of(operation: _Operation) -> Json:
     content: Json = {_JSON: {"schema": _ref(operation.answer)}}
     if operation.stream is not None:
         media_type, part = operation.stream
-        told = f"One {part} a {'line' if media_type == _LINES else 'event, and [DONE] behind the last'}."
-        content[media_type] = {"schema": {"type": "string", "description": told}}
+        content[media_type] = {"x-item-schema": _ref(part)}  # 3.1 has no word for it, 3.2 says itemSchema
     return content
 
 

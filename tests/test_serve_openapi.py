@@ -19,7 +19,18 @@ KEY = "a key"
 OPTIONS = ("--gate", "off", "--slots", "2", "--queue", "2", "--max-context", "251", "--max-tokens-limit", "6")
 GENERATING = ("/v1/chat/completions", "/v1/completions", "/api/chat", "/api/generate")
 # what no schema of one field says: how fields go together, the vocabulary in a bias, and how much fits
-TOGETHER = {"best_of", "logit_bias", "max_tokens", "messages", "model", "n", "prompt", "system", "tools", "top_logprobs"}
+TOGETHER = {
+    "best_of",
+    "logit_bias",
+    "max_tokens",
+    "messages",
+    "model",
+    "n",
+    "prompt",
+    "system",
+    "tools",
+    "top_logprobs",
+}
 
 
 @pytest.fixture(scope="module")

@@ -1,11 +1,11 @@
-"""The shapes of answers in OpenAI's API, for /openapi.json: what formats.py, logprobs.py and totals.py write as plain JSON.
+"""The shapes of answers in OpenAI's API, for /openapi.json: what formats.py, logprobs.py and totals.py write as JSON.
 
 A test holds every kind of answer of a running server against them, field by field.
 """
 
-from typing import Literal, TypeAlias
+from typing import Literal, NotRequired, TypeAlias
 
-from typing_extensions import NotRequired, TypedDict
+from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
 
 __all__ = [
     "ChatCompletion",

@@ -138,7 +138,7 @@ class _Api:
 
     async def show(self, request: Request) -> Response:
         """POST /api/show, what Ollama says of a model."""
-        served_name(parse_object(await read_body(request, self._settings.max_body_bytes)), self._settings)
+        served_name(parse_object(await self._body(request)), self._settings)
         return JSONResponse(model_details(self._settings, self._scheduler.engine.pair))
 
     async def version(self, request: Request) -> Response:
@@ -183,7 +183,7 @@ class _Api:
         request_id = request.state.id = f"{dialect.id_prefix}-{secrets.token_hex(12)}"
         settings, scheduler = self._settings, self._scheduler
         tokenizer = scheduler.engine.pair.tokenizer
-        data = await read_body(request, settings.max_body_bytes)
+        data = await self._body(request)
         headers = {"x-request-id": request_id}
         try:
             body = await unless_gone(request, self._aside(lambda: dialect.parse(parse_object(data), settings)))
@@ -220,6 +220,9 @@ class _Api:
                 self._ended(request, "cancelled")
                 LOGGER.info("%s %s: the client left while its request was read", request.url.path, request_id)
             return Response(status_code=_CLIENT_GONE)
+
+    async def _body(self, request: Request) -> bytes:
+        return await read_body(request, self._settings.max_body_bytes, seconds=self._settings.body_timeout_s)
 
     async def _aside(self, work: Callable[[], _Result]) -> _Result:
         """Parse or encode on the encoder's thread."""

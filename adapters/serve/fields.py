@@ -1,7 +1,7 @@
 """The types of a request's fields, each with what /openapi.json says of it.
 
-What a type alone cannot say (ranges, the ids of a vocabulary) is said here once more in JSON Schema's words; a test asks a
-server at and beside every such bound, so that the two cannot drift apart.
+What a type alone cannot say (ranges, the ids of a vocabulary) is said here once more in JSON Schema's words; a test
+asks a server at and beside every such bound, so that the two cannot drift apart.
 """
 
 from typing import Annotated, Any, TypeAlias
@@ -168,9 +168,7 @@ Stops = Annotated[
     PlainValidator(_texts),
     WithJsonSchema({"anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MOST_STOPS}]}),
 ]
-TokenIds = Annotated[
-    list[int], PlainValidator(_ids), WithJsonSchema(_ids_schema(EMITTED_IDS, maxItems=MOST_STOP_IDS))
-]
+TokenIds = Annotated[list[int], PlainValidator(_ids), WithJsonSchema(_ids_schema(EMITTED_IDS, maxItems=MOST_STOP_IDS))]
 Content = Annotated[
     str, PlainValidator(_content), WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}]})
 ]

@@ -14,7 +14,17 @@ from posttrainllm.adapters.serve.request_options import options_of, unknown_mode
 from posttrainllm.adapters.serve.schema import ChatRequest, CompletionRequest, parse
 from posttrainllm.adapters.serve.settings import ServeSettings
 
-__all__ = ["DEFAULTS", "NEUTRAL", "OURS", "REFUSED", "SAME_NAME", "parse_chat", "parse_generate", "prepare", "served_name"]
+__all__ = [
+    "DEFAULTS",
+    "NEUTRAL",
+    "OURS",
+    "REFUSED",
+    "SAME_NAME",
+    "parse_chat",
+    "parse_generate",
+    "prepare",
+    "served_name",
+]
 
 DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}  # Ollama's own
 SAME_NAME = ("min_p", "presence_penalty", "frequency_penalty", "stop")
@@ -135,7 +145,8 @@ def served_name(value: dict[str, Any], settings: ServeSettings) -> str:
 
 def _check_nothing(common: dict[str, Any], settings: ServeSettings) -> None:
     """A request for nothing; its options are held to the same bounds."""
-    SamplingParams.from_options(options_of(parse(CompletionRequest, {**common, "prompt": "x"}), settings))
+    body = parse(CompletionRequest, {**common, "prompt": "x"})
+    SamplingParams.from_options({**options_of(body, settings), "seed": body.seed})
 
 
 def _common(value: dict[str, Any], settings: ServeSettings) -> dict[str, Any]:

@@ -1,14 +1,22 @@
 """The shapes of Ollama's requests and answers, for /openapi.json: what ollama.py reads and ollama_answers.py writes."""
 
-from typing import Any, Literal
+from typing import Any, Literal, NotRequired
 
-from typing_extensions import NotRequired, TypedDict
+from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
 
-from posttrainllm.adapters.serve.answer_types import Reason, Speculative, Usage
+from posttrainllm.adapters.serve.answer_types import Speculative, Usage
 from posttrainllm.adapters.serve.fields import Json
 from posttrainllm.adapters.serve.ollama import DEFAULTS, NEUTRAL, OURS, REFUSED, SAME_NAME
 
-__all__ = ["OllamaChatAnswer", "OllamaError", "OllamaGenerateAnswer", "OllamaShow", "OllamaTags", "OllamaVersion", "ollama_bodies"]
+__all__ = [
+    "OllamaChatAnswer",
+    "OllamaError",
+    "OllamaGenerateAnswer",
+    "OllamaShow",
+    "OllamaTags",
+    "OllamaVersion",
+    "ollama_bodies",
+]
 
 
 class OllamaError(TypedDict):
@@ -115,7 +123,10 @@ def ollama_bodies(chat: Json, message: Json, name: str) -> dict[str, Json]:
     model: Json = {"enum": [name, f"{name}:latest"]}
     named: Json = {
         "type": "object",
-        "properties": {"model": {"enum": [*model["enum"], None]}, "name": {"enum": [*model["enum"], None]}},
+        "properties": {
+            "model": {"enum": [*model["enum"], None]},
+            "name": {"description": "Of old, and ignored beside model."},
+        },
         "anyOf": [
             {"properties": {"model": model}, "required": ["model"]},
             {"properties": {"name": model, "model": _NULL}, "required": ["name"]},
@@ -135,7 +146,7 @@ def ollama_bodies(chat: Json, message: Json, name: str) -> dict[str, Json]:
             **{field: {"enum": [neutral, None]} for field, neutral in NEUTRAL.items()},
         },
     }
-    common = {
+    common: dict[str, Json] = {
         **refused,
         "stream": {"type": ["boolean", "null"], "default": True},
         "options": {"anyOf": [options, {"type": "array", "maxItems": 0}, _NULL]},
@@ -147,7 +158,7 @@ def ollama_bodies(chat: Json, message: Json, name: str) -> dict[str, Json]:
         "required": ["role"],
     }
     text: Json = {"type": ["string", "null"]}
-    asked = {"prompt": text, "system": text, "raw": {"type": ["boolean", "null"]}}
+    asked: dict[str, Json] = {"prompt": text, "system": text, "raw": {"type": ["boolean", "null"]}}
     return {
         "OllamaChatRequest": _with(named, **common, messages=_nullable({"type": "array", "items": spoken})),
         "OllamaGenerateRequest": _with(named, **common, **asked),

@@ -125,7 +125,9 @@ def openapi(settings: ServeSettings, version: str) -> Json:
     keyed = settings.api_key is not None
     paths: dict[str, Json] = {}
     for operation in _OPERATIONS:
-        paths.setdefault(operation.path, {})[operation.method] = _described(operation, keyed=keyed and not operation.open)
+        paths.setdefault(operation.path, {})[operation.method] = _described(
+            operation, keyed=keyed and not operation.open
+        )
     schemes: Json = {"securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}} if keyed else {}
     return {
         "openapi": "3.1.0",
@@ -136,8 +138,9 @@ def openapi(settings: ServeSettings, version: str) -> Json:
 
 
 def _schemas(settings: ServeSettings) -> dict[str, Json]:
-    asked = [(name, "validation", TypeAdapter(kind)) for name, kind in _TYPES.items()]
-    found: dict[str, Json] = TypeAdapter.json_schemas(asked, ref_template=_SCHEMAS)[1]["$defs"]
+    found: dict[str, Json] = TypeAdapter.json_schemas(
+        [(name, "validation", TypeAdapter(kind)) for name, kind in _TYPES.items()], ref_template=_SCHEMAS
+    )[1]["$defs"]
     requests, answers = {"ChatRequest", "CompletionRequest", "Message", "StreamOptions", "_Neutral"}, []
     for name, schema in found.items():
         if name not in requests:

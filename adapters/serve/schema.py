@@ -56,7 +56,8 @@ _SUPPORTED = {
 
 
 _TemplateArguments = Annotated[
-    dict[str, Any], WithJsonSchema({"type": "object", "propertyNames": {"not": {"enum": sorted(RESERVED_TEMPLATE_ARGS)}}})
+    dict[str, Any],
+    WithJsonSchema({"type": "object", "propertyNames": {"not": {"enum": sorted(RESERVED_TEMPLATE_ARGS)}}}),
 ]
 
 

@@ -1,8 +1,8 @@
 """The shapes of what a server says of itself, for /openapi.json: what app.py writes as plain JSON."""
 
-from typing import Literal
+from typing import Literal, NotRequired
 
-from typing_extensions import NotRequired, TypedDict
+from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
 
 from posttrainllm.adapters.serve.answer_types import ErrorDetails, Speculative
 

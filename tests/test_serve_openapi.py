@@ -1,19 +1,14 @@
 """A server's own description of its API: valid, and what it says is what is done, by requests made from it (schemathesis)."""
 
-import json
-
 import attrs
 import pytest
 import requests
 import schemathesis
 from hypothesis import HealthCheck, settings
-from openapi_spec_validator import validate
-from schemathesis.specs.openapi.checks import negative_data_rejection
 from serving import ServerProcess, wait_for
 from test_ollama import SETTINGS
 
 from posttrainllm.adapters.serve.openapi import openapi
-from posttrainllm.adapters.serve.schema import ChatRequest, CompletionRequest, Message, StreamOptions
 
 KEY = "a key"
 OPTIONS = ("--gate", "off", "--slots", "2", "--queue", "2", "--max-context", "251", "--max-tokens-limit", "6")

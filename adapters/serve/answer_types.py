@@ -8,17 +8,27 @@ from typing import Literal, NotRequired, TypeAlias
 from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
 
 __all__ = [
+    "ChatChoice",
+    "ChatChunkChoice",
     "ChatCompletion",
     "ChatCompletionChunk",
+    "ChatLogprobs",
+    "ChatTokenLogprob",
     "Completion",
+    "CompletionChoice",
+    "CompletionLogprobs",
+    "Delta",
     "Error",
     "ErrorDetails",
-    "Reason",
+    "PromptDetails",
+    "ReplyMessage",
     "Speculative",
+    "Timings",
+    "TokenLogprob",
     "Usage",
 ]
 
-Reason: TypeAlias = Literal["stop", "length"]
+_Reason: TypeAlias = Literal["stop", "length"]
 _Policy: TypeAlias = Literal["fixed", "auto"]
 _Rule: TypeAlias = Literal["leviathan", "coupled"]
 
@@ -108,7 +118,7 @@ class ChatChoice(TypedDict):
     index: int
     message: ReplyMessage
     logprobs: ChatLogprobs | None
-    finish_reason: Reason
+    finish_reason: _Reason
 
 
 class Delta(TypedDict):
@@ -124,7 +134,7 @@ class ChatChunkChoice(TypedDict):
     index: int
     delta: Delta
     logprobs: ChatLogprobs | None
-    finish_reason: Reason | None
+    finish_reason: _Reason | None
 
 
 class CompletionChoice(TypedDict):
@@ -133,7 +143,7 @@ class CompletionChoice(TypedDict):
     index: int
     text: str
     logprobs: CompletionLogprobs | None
-    finish_reason: Reason | None
+    finish_reason: _Reason | None
 
 
 class _Answer(TypedDict):

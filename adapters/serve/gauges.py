@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 if TYPE_CHECKING:  # which makes one of these
     from posttrainllm.adapters.serve.scheduler import Scheduler
 
-__all__ = ["StateCollector"]
+__all__ = ["ConnectionsCollector", "StateCollector"]
 
 _VERDICTS = ("identical", "width-identical", "provisional", "not gated", "broken")
 
@@ -62,7 +62,6 @@ class StateCollector(Collector):
         yield _gauge(
             "memory_active_bytes", "MLX's arrays: weights, caches, prompts that are kept.", mx.get_active_memory()
         )
-        yield _gauge("memory_peak_bytes", "The most of them at one time.", mx.get_peak_memory())
         yield _gauge("memory_cache_bytes", "Freed buffers that MLX keeps for later arrays.", mx.get_cache_memory())
 
     def _speculation(self) -> Iterator[Metric]:

@@ -10,8 +10,11 @@ from posttrainllm.adapters.serve.ollama import DEFAULTS, NEUTRAL, OURS, REFUSED,
 
 __all__ = [
     "OllamaChatAnswer",
+    "OllamaDetails",
     "OllamaError",
     "OllamaGenerateAnswer",
+    "OllamaMessage",
+    "OllamaModel",
     "OllamaShow",
     "OllamaTags",
     "OllamaVersion",

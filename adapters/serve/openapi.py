@@ -21,7 +21,7 @@ _TYPES: dict[str, Any] = {
         name: getattr(module, name)
         for module in (answer_types, ollama_types, state_types)
         for name in module.__all__
-        if name[0].isupper() and name != "Reason"
+        if name[0].isupper()
     },
 }
 _ERRORS = {

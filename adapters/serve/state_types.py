@@ -6,7 +6,15 @@ from typing_extensions import TypedDict  # pydantic takes no other before Python
 
 from posttrainllm.adapters.serve.answer_types import ErrorDetails, Speculative
 
-__all__ = ["Health", "ModelCard", "ModelList"]
+__all__ = [
+    "Health",
+    "ModelCard",
+    "ModelList",
+    "PrefixCacheState",
+    "Queue",
+    "Slots",
+    "SpeculativeState",
+]
 
 
 class SpeculativeState(Speculative):

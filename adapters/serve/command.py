@@ -59,6 +59,30 @@ _PREFIX = "POSTTRAINLLM"
 @click.option("--cors-origin", multiple=True, metavar="ORIGIN", help="Web origin that may read answers; * is any.")
 @click.option("--served-model-name", metavar="NAME", help="What clients call the model. Default: its directory's name.")
 @click.option("--request-timeout", type=float, metavar="S", help="Most seconds that an answer may take.")
+@click.option(
+    "--header-timeout",
+    type=float,
+    default=10,
+    show_default=True,
+    metavar="S",
+    help="Most seconds that the headers of a request may take to arrive.",
+)
+@click.option(
+    "--body-timeout",
+    type=float,
+    default=30,
+    show_default=True,
+    metavar="S",
+    help="Most seconds that its body may take to arrive.",
+)
+@click.option(
+    "--max-connections",
+    type=int,
+    default=512,
+    show_default=True,
+    metavar="N",
+    help="Connections at one time; a further one takes the place of the one that has kept the server waiting longest.",
+)
 @click.option("--record-dir", metavar="DIR", help="Write a trace of every request there, for `posttrainllm replay`.")
 @click.option(
     "--log-level",
@@ -77,6 +101,9 @@ def serve(
     cors_origin: tuple[str, ...],
     log_level: str,
     request_timeout: float | None,
+    header_timeout: float,
+    body_timeout: float,
+    max_connections: int,
     record_dir: str | None,
     api_key: str | None,
     api_key_file: str | None,
@@ -91,7 +118,14 @@ def serve(
     """
     check_variables()
     options["api_key"] = find_key(click.get_current_context(), api_key, api_key_file)
-    _check(port=port, request_timeout=request_timeout, cors_origin=cors_origin, **options)
+    _check(port=port, cors_origin=cors_origin, max_connections=max_connections, **options)
+    for name, seconds in (
+        ("request-timeout", request_timeout),
+        ("header-timeout", header_timeout),
+        ("body-timeout", body_timeout),
+    ):
+        if seconds is not None and not 0 < seconds < float("inf"):
+            raise UsageError(f"--{name}: got {seconds:g}, expected seconds, more than 0")
     _set_up_log(log_level)
     unknown = unknown_variables(serve, os.environ, prefix=f"{_PREFIX}_")
     if unknown:
@@ -99,6 +133,7 @@ def serve(
     folder = None if record_dir is None else _folder(record_dir)
     start()  # the BLAS comes before MLX, and the next lines import MLX
     from posttrainllm.adapters.serve.boot import ServeOptions
+    from posttrainllm.adapters.serve.doors import DoorLimits
     from posttrainllm.adapters.serve.lifecycle import bind, serve_until_stopped
 
     checked = ServeOptions(
@@ -106,12 +141,14 @@ def serve(
         draft_model=draft_model,
         speculate=not no_draft,
         request_timeout_s=request_timeout,
+        body_timeout_s=body_timeout,
         record_dir=folder,
         **options,
     )
     try:
         with bind(host, port) as listener:
-            code = serve_until_stopped(checked, listener, cors_origins=cors_origin)
+            limits = DoorLimits(header_s=header_timeout, body_s=body_timeout, connections=max_connections)
+            code = serve_until_stopped(checked, listener, cors_origins=cors_origin, limits=limits)
     except GateError as error:
         click.echo(f"error: {error}", err=True)
         code = FAILED
@@ -126,7 +163,7 @@ def _check(
     max_context: int | None,
     max_tokens_limit: int | None,
     prefix_cache_mb: int | None,
-    request_timeout: float | None,
+    max_connections: int,
     cors_origin: tuple[str, ...],
     served_model_name: str | None,
     **_: Any,
@@ -135,6 +172,7 @@ def _check(
     check_width("port", port, 0, 65535)
     check_width("slots", slots, 1, 256)
     check_width("queue", queue, 0, 2**20)
+    check_width("max-connections", max_connections, 1, 2**20)
     for name, count, least in (
         ("max-context", max_context, 2),
         ("max-tokens-limit", max_tokens_limit, 1),
@@ -142,8 +180,6 @@ def _check(
     ):
         if count is not None:
             check_width(name, count, least, 2**24)
-    if request_timeout is not None and not 0 < request_timeout < float("inf"):
-        raise UsageError(f"--request-timeout: got {request_timeout:g}, expected seconds, more than 0")
     if served_model_name is not None and not (is_text(served_model_name) and served_model_name.isprintable()):
         raise UsageError("--served-model-name: got an empty text or one that cannot be printed, expected text")
     for origin in cors_origin:

@@ -28,7 +28,7 @@ def load(
     With no argument this is the embedded pair; a draft alone gets the embedded target; a model alone decodes plainly.
 
     Args:
-        model: directory of the target, in Hugging Face / mlx-lm layout, a `.tinygpt` file, or an id of the hub.
+        model: directory of the target, in Hugging Face / mlx-lm layout, a `.tinygpt` or GGUF file, or a hub id.
         draft_model: the draft, the same; its tokenizer must agree with the target's.
         speculate: False loads no draft.
         dtype: "auto", "float32", "float16" or "bfloat16", for both models.

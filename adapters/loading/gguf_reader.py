@@ -56,9 +56,11 @@ def gguf_arrays(model: GgufModel, dtype: str | None = None) -> Iterator[tuple[st
             arrays = {f"{stem}.{piece}": mx.array(array) for piece, array in found.items()}
         else:
             arrays = {name: _dense(raw, part, dequantize)}
+        stored = part.bits or tensor.type.name in DENSE
+        wanted = dtype or (None if stored else "float16")
         for key, array in arrays.items():
             floating = mx.issubdtype(array.dtype, mx.floating)
-            cast = array.astype(getattr(mx, dtype)) if floating and dtype is not None else array
+            cast = array.astype(getattr(mx, wanted)) if floating and wanted is not None else array
             mx.eval(cast)
             yield key, cast
 
@@ -99,7 +101,7 @@ def dequantizer(model: GgufModel, foreign: GgufTensor) -> _Dequantize:
 
 
 def _dense(raw: _Bytes, part: GgufPart, dequantize: _Dequantize | None) -> mx.array:
-    """Floats as stored, or float16 of another type's."""
+    """Floats as stored, or float32 of another type's."""
     tensor = part.stored
     if tensor.type.name == "BF16":  # numpy has none
         words = _ordered(np.frombuffer(raw, dtype="<u2").reshape(tensor.shape), part.heads)

@@ -32,7 +32,7 @@ def load(
     With no argument this is the embedded pair; a draft alone gets the embedded target; a model alone decodes plainly.
 
     Args:
-        model: directory of the target, in Hugging Face / mlx-lm layout, a `.tinygpt` file, or an id of the hub.
+        model: directory of the target, in Hugging Face / mlx-lm layout, a `.tinygpt` or GGUF file, or a hub id.
         draft_model: the draft, the same; its tokenizer must agree with the target's. "auto" is the one on this machine
             that pays best, or none, which `Pair.reason` then says why.
         speculate: False loads no draft.

@@ -14,11 +14,14 @@ from posttrainllm.adapters.loading.checkpoint import Checkpoint, readable
 from posttrainllm.adapters.loading.cpu_llama import cpu_llama_forward
 from posttrainllm.adapters.loading.cuda_llama import cuda_llama_forward, one_buffer, unsupported
 from posttrainllm.adapters.loading.fused_llama import fused_llama_forward
+from posttrainllm.adapters.loading.gguf_model import GgufModel
+from posttrainllm.adapters.loading.gguf_reader import gguf_arrays
 from posttrainllm.adapters.loading.gpt import GptWeights
 from posttrainllm.adapters.loading.gpt_forward import gpt_forward
 from posttrainllm.adapters.loading.gpt_reader import read_exported
 from posttrainllm.adapters.loading.llama import LlamaShape, LlamaWeights
-from posttrainllm.adapters.loading.llama_reader import read_llama
+from posttrainllm.adapters.loading.llama_config import read_config
+from posttrainllm.adapters.loading.llama_reader import fuse_llama, read_llama
 from posttrainllm.adapters.loading.module import Model, load_module, model_from_module
 from posttrainllm.adapters.loading.nvrtc import gpu
 from posttrainllm.adapters.loading.tinygpt_reader import read_tinygpt
@@ -100,13 +103,19 @@ def load_model(checkpoint: Checkpoint, *, name: str, dtype: str, forward: str = 
             exported = read_exported(checkpoint, dtype)
             if exported is not None:
                 return _gpt_model(exported, name=name, dtype=dtype)
-            weights = read_llama(checkpoint, dtype)
+            weights = read_llama(checkpoint, dtype) if checkpoint.gguf is None else _read_gguf(checkpoint.gguf, dtype)
         if weights is not None:
             model = model_from_weights(weights, name=name, dtype=dtype, context=context)
             return attrs.evolve(model, module_loader=cache(lambda: load_module(checkpoint, dtype)))
     module = load_module(checkpoint, dtype)
     with readable(checkpoint.path, "config.json describes no model that runs"):
         return model_from_module(module, name=name, dtype=dtype, context=context)
+
+
+def _read_gguf(model: GgufModel, dtype: str) -> LlamaWeights | None:
+    """The weights of a GGUF file; None where none of our forwards computes its config."""
+    config = read_config(model.config)
+    return None if config is None else fuse_llama(dict(gguf_arrays(model, dtype)), config, dtype)
 
 
 def _gpt_model(weights: GptWeights, *, name: str, dtype: str) -> Model:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrainllm.adapters.draft_length import DraftLength
+from posttrainllm.adapters.loading.changes import ModelChanges
 from posttrainllm.adapters.loading.pair import Pair
 from posttrainllm.adapters.match.auto import load_chosen
 from posttrainllm.adapters.params import SamplingParams
@@ -26,6 +27,10 @@ def load(
     dtype: str = "auto",
     forward: str = "auto",
     draft_k: int | str = 4,
+    adapter_path: str | Path | None = None,
+    draft_adapter_path: str | Path | None = None,
+    kv_bits: int | None = None,
+    kv_group_size: int = 64,
 ) -> Pair:
     """Load a target and a draft.
 
@@ -39,6 +44,10 @@ def load(
         dtype: "auto", "float32", "float16" or "bfloat16", for both models.
         forward: "auto" takes a forward of our own for Llama-shaped models, "module" mlx-lm's module for all.
         draft_k: K that "auto" chooses a draft for: what `stream` and `generate` will be given.
+        adapter_path: directory of a LoRA or DoRA adapter of the target, as mlx-lm or PEFT writes it, or a hub id.
+        draft_adapter_path: the same for the draft.
+        kv_bits: 8 or 4 quantises the keys and values of both models; None keeps them in the weights' type.
+        kv_group_size: how many of their elements share a scale, 32, 64 or 128.
 
     Returns:
         The pair, to pass to `stream` and `generate`.
@@ -46,12 +55,16 @@ def load(
     Raises:
         PosttrainllmError: see `posttrainllm.kernel.errors`.
     """
+    changes = ModelChanges(
+        adapter_path=adapter_path, draft_adapter_path=draft_adapter_path, kv_bits=kv_bits, kv_group_size=kv_group_size
+    )
     return load_chosen(
         model,
         draft_model,
         speculate=speculate,
         dtype=dtype,
         forward=forward,
+        changes=changes,
         draft_k=DraftLength.parse(draft_k),
         say=LOGGER.info,
     )[0]

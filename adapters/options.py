@@ -6,6 +6,7 @@ from typing import Any, TypeVar, get_args
 
 import click
 
+from posttrainllm.adapters.change_options import change_options
 from posttrainllm.adapters.draft_length import DraftLength
 from posttrainllm.adapters.loading.pair import DTYPES, FORWARDS
 from posttrainllm.adapters.params import MAX_DRAFT_K, AcceptRule, check_width, is_text
@@ -43,7 +44,7 @@ def _together(*options: Callable[[Any], Any]) -> Callable[[_Command], _Command]:
 
 
 def model_options(*, envvar: str | None = None) -> Callable[[_Command], _Command]:
-    """MODEL, --draft-model, --dtype and --forward.
+    """MODEL, --draft-model, --dtype, --forward and those of `change_options`.
 
     Args:
         envvar: variable that MODEL is taken from where it is not given; None for none.
@@ -73,6 +74,7 @@ def model_options(*, envvar: str | None = None) -> Callable[[_Command], _Command
             show_default=True,
             help="What computes the models. auto: our own forward for Llama-shaped ones; module: mlx-lm's for all.",
         ),
+        change_options(),
     )
 
 

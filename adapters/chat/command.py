@@ -10,6 +10,7 @@ import click
 from posttrainllm.adapters.chat.conversation import Conversation
 from posttrainllm.adapters.draft_length import DraftLength
 from posttrainllm.adapters.gate.heed import unless_broken
+from posttrainllm.adapters.loading.changes import ModelChanges
 from posttrainllm.adapters.loading.pair import Pair
 from posttrainllm.adapters.match.auto import load_chosen, say
 from posttrainllm.adapters.options import (
@@ -45,6 +46,7 @@ def chat(
     draft_k: DraftLength,
     dtype: str,
     forward: str,
+    changes: ModelChanges,
     system: str | None,
     chat_template_args: str | None,
     quiet: bool,
@@ -66,6 +68,7 @@ def chat(
         speculate=not no_draft,
         dtype=dtype,
         forward=forward,
+        changes=changes,
         draft_k=draft_k,
         say=say,
         tell=None if quiet else say,

@@ -49,8 +49,8 @@ def gate_key(pair: Pair, planned: "Plan") -> dict[str, Any]:
     }
 
 
-def models_of(pair: Pair) -> dict[str, str | None]:
-    """Fingerprints of the models; they are hashed once a pair.
+def models_of(pair: Pair) -> dict[str, Any]:
+    """Fingerprints of the models and their adapters; they are hashed once a pair.
 
     Args:
         pair: with a draft, loaded from directories that are still there.
@@ -64,7 +64,9 @@ def models_of(pair: Pair) -> dict[str, str | None]:
     assert pair.draft is not None, "plan() refuses a pair without a draft"
     if pair not in _FINGERPRINTS:
         _FINGERPRINTS[pair] = fingerprints_of(pair)
-    return {**_FINGERPRINTS[pair], "adapter": None}  # none can be loaded yet
+    found = _FINGERPRINTS[pair]
+    adapters = {name: digest for name, digest in found.items() if name.endswith(" adapter")}
+    return {**{name: found[name] for name in found.keys() - adapters.keys()}, "adapter": adapters or None}
 
 
 def setting_of(pair: Pair, draft_k: int) -> dict[str, Any]:

@@ -5,7 +5,6 @@ against the file's size.
 """
 
 import json
-import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ import attrs
 
 from posttrainllm.adapters.loading.gguf_header import is_gguf
 from posttrainllm.adapters.loading.gguf_model import GgufModel, read_gguf
+from posttrainllm.adapters.loading.safetensors_header import read_tensor_entries
 from posttrainllm.adapters.loading.tinygpt_header import TinyGptHeader, is_tinygpt, read_header
 from posttrainllm.kernel.errors import CheckpointError, PosttrainllmError, UnsupportedModelError
 
@@ -100,10 +100,10 @@ def _read_checkpoint(path: Path) -> Checkpoint:
     by_dtype: dict[str, int] = {}
     tensors = 0
     for file in _weight_files(path):
-        sizes, count = _read_header(file)
-        tensors += count
-        for dtype, size in sizes.items():
-            by_dtype[dtype] = by_dtype.get(dtype, 0) + size
+        entries = read_tensor_entries(file).values()
+        tensors += len(entries)
+        for entry in entries:
+            by_dtype[entry.dtype] = by_dtype.get(entry.dtype, 0) + entry.nbytes
     _check_layers(path, config, tensors)
     floats = {name: by_dtype[code] for code, name in _FLOATS.items() if code in by_dtype}
     if not floats:
@@ -202,29 +202,6 @@ def _check_layers(path: Path, config: dict[str, Any], tensors: int) -> None:
             raise CheckpointError(
                 f"{path}/config.json: num_hidden_layers: got {layers!r:.100}, expected at most {tensors}, one a tensor"
             )
-
-
-def _read_header(file: Path) -> tuple[dict[str, int], int]:
-    """Bytes of tensors by dtype code and how many tensors, after holding the header against the file's size."""
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        prefix = stream.read(8)
-        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
-        if 8 + length > size:
-            raise CheckpointError(f"{file}: truncated: got {size} bytes, expected {8 + length} for the header alone")
-        try:
-            header = json.loads(stream.read(length))
-            tensors = [entry for name, entry in header.items() if name != "__metadata__"]
-            end = max((entry["data_offsets"][1] for entry in tensors), default=0)
-            by_dtype: dict[str, int] = {}
-            for entry in tensors:
-                first, last = entry["data_offsets"]
-                by_dtype[entry["dtype"]] = by_dtype.get(entry["dtype"], 0) + last - first
-        except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError):
-            raise CheckpointError(f"{file}: its header is not that of a safetensors file") from None
-    if size != 8 + length + end:
-        raise CheckpointError(f"{file}: torn: got {size} bytes, expected {8 + length + end}")
-    return by_dtype, len(tensors)
 
 
 def _context(path: Path, config: dict[str, Any]) -> int | None:

@@ -7,9 +7,10 @@ import attrs
 import click
 
 from posttrainllm.adapters.draft_length import DraftLength
+from posttrainllm.adapters.loading.changes import UNCHANGED, ModelChanges
 from posttrainllm.adapters.loading.found import FoundModel, embedded_models, hub_models
 from posttrainllm.adapters.loading.pair import AUTO, Pair, load_pair, with_draft
-from posttrainllm.kernel.errors import CheckpointError, LoadError, MemoryLimitError
+from posttrainllm.kernel.errors import CheckpointError, LoadError, MemoryLimitError, UsageError
 
 __all__ = ["MOST", "load_chosen", "local_models", "say"]
 
@@ -50,6 +51,7 @@ def load_chosen(
     speculate: bool,
     dtype: str,
     forward: str,
+    changes: ModelChanges = UNCHANGED,
     draft_k: DraftLength,
     rows: int = 1,
     context: int | None = None,
@@ -64,6 +66,7 @@ def load_chosen(
         speculate: False loads no draft.
         dtype: one of DTYPES.
         forward: one of FORWARDS.
+        changes: adapters, and how keys and values are kept; not with "auto", which measures models as they are.
         draft_k: of `--draft-k`; where nobody asked for one, K is chosen with the draft.
         rows: B of what will decode.
         context: most tokens of a row; None is that of a short request.
@@ -77,7 +80,10 @@ def load_chosen(
         PosttrainllmError: see `load_pair`.
     """
     if draft_model != AUTO or not speculate:
-        return load_pair(model, draft_model, speculate=speculate, dtype=dtype, forward=forward), draft_k
+        pair = load_pair(model, draft_model, speculate=speculate, dtype=dtype, forward=forward, changes=changes)
+        return pair, draft_k
+    if changes.options:
+        raise UsageError(f"--draft-model auto: got it with {changes.options[0]}, expected the path of a draft")
     pair = load_pair(model, speculate=False, dtype=dtype, forward=forward)
     from posttrainllm.adapters.match.decide import Search
     from posttrainllm.adapters.match.measure import Setting

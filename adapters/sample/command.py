@@ -10,6 +10,7 @@ import click
 from posttrainllm.adapters.chat.conversation import Conversation
 from posttrainllm.adapters.draft_length import DraftLength
 from posttrainllm.adapters.gate.heed import unless_broken
+from posttrainllm.adapters.loading.changes import ModelChanges
 from posttrainllm.adapters.loading.pair import Pair
 from posttrainllm.adapters.match.auto import load_chosen, say
 from posttrainllm.adapters.options import (
@@ -69,6 +70,7 @@ def sample(
     plain_width: int | None,
     dtype: str,
     forward: str,
+    changes: ModelChanges,
     record: str | None,
     as_json: bool,
     quiet: bool,
@@ -94,6 +96,7 @@ def sample(
             speculate=not no_draft,
             dtype=dtype,
             forward=forward,
+            changes=changes,
             draft_k=draft_k,
             say=say,
             tell=None if quiet else say,

@@ -16,6 +16,7 @@ from posttrainllm.adapters.engine import Engine
 from posttrainllm.adapters.gate.heed import AGAIN
 from posttrainllm.adapters.gate.paths import Shape
 from posttrainllm.adapters.gate.standing import GateMode, Standing, boot_standing, full_standing
+from posttrainllm.adapters.loading.changes import ModelChanges
 from posttrainllm.adapters.loading.pair import Pair
 from posttrainllm.adapters.match.auto import load_chosen
 from posttrainllm.adapters.params import AcceptRule
@@ -46,6 +47,7 @@ class ServeOptions:
     draft_k: DraftLength
     dtype: str
     forward: str
+    changes: ModelChanges
     accept_rule: AcceptRule
     slots: int
     max_context: int | None
@@ -88,6 +90,7 @@ def boot(options: ServeOptions) -> Served:
         speculate=options.speculate,
         dtype=options.dtype,
         forward=options.forward,
+        changes=options.changes,
         draft_k=options.draft_k,
         rows=options.slots,
         context=options.max_context or _DEFAULT_CONTEXT,

@@ -1,6 +1,6 @@
 """An mlx-lm module as a pure `Forward`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +9,8 @@ import mlx.core as mx
 from mlx.utils import tree_reduce
 
 from posttrainllm.adapters.loading.checkpoint import Checkpoint
+from posttrainllm.adapters.loading.families import check_family, family_forward, family_of
+from posttrainllm.adapters.loading.layer_caches import LayerCaches, LayerViews, read_caches
 from posttrainllm.adapters.loading.llama_config import lifted_rope
 from posttrainllm.kernel.cache import CacheView
 from posttrainllm.kernel.compiled import compile_prefill
@@ -33,14 +35,14 @@ class Model:
     """Rows of its logits, padding included."""
     context: int
     kv_shapes: tuple[tuple[int, int, int], ...] = attrs.field(repr=False)
-    """(H, size of a key, size of a value) for every layer."""
+    """(H, size of a key, size of a value) for every pair of its caches, which is mostly one a layer."""
     kv_dtype: mx.Dtype
     variant: str = "module"
     """Which forward it is: "module" (mlx-lm's own) or one of variants.py. Bits may differ between them."""
     copies_cache: bool = False
     """Whether its forward reads the cache beside the write, which then copies it."""
     windows: tuple[int | None, ...] = ()
-    """The sliding window of every layer, None for full attention."""
+    """The sliding window of every pair, None for full attention."""
     family: str = "model"
     """mlx-lm's name of the architecture."""
     module_loader: "Callable[[], Module] | None" = attrs.field(default=None, repr=False)
@@ -73,27 +75,30 @@ class Model:
         )
 
 
-def module_forward(module: "Module", windows: Sequence[int | None]) -> Forward:
+def module_forward(module: "Module", caches: LayerCaches) -> Forward:
     """Wrap a module whose layers take mlx-lm caches.
 
     Args:
-        module: called as module(tokens, cache=[one view a layer]).
-        windows: for every layer the sliding window that its own cache would keep, None where it keeps everything.
+        module: called as module(tokens, cache=[its list of views]), or by a forward of `families` where it has one.
+        caches: where it keeps keys and values.
 
     Returns:
         The pure forward.
     """
     view_class = _view_class(module)
+    run = family_forward(family_of(module)) or _call
 
     def forward(tokens: mx.array, kv: KVCache, position: mx.array) -> tuple[mx.array, KVCache]:
-        views = [
-            view_class(keys, values, position, window=window)
-            for (keys, values), window in zip(kv, windows, strict=True)
-        ]
-        logits = module(tokens, cache=views)
+        entries, views = caches.views(kv, position, view_class)
+        logits = run(module, tokens, entries)
         return logits, tuple((view.keys, view.values) for view in views)
 
     return forward
+
+
+def _call(module: "Module", tokens: mx.array, views: LayerViews) -> mx.array:
+    logits: mx.array = module(tokens, cache=views)
+    return logits
 
 
 def load_module(checkpoint: Checkpoint, dtype: str) -> "Module":
@@ -135,24 +140,26 @@ def model_from_module(module: "Module", *, name: str, dtype: str, context: int) 
         The model.
 
     Raises:
-        UnsupportedModelError: a layer keeps something other than keys and values by position, or the forward depends
-            on the value of a position and cannot be compiled.
+        UnsupportedModelError: a layer keeps something other than keys and values by position, the forward depends
+            on the value of a position and cannot be compiled, or mlx-lm's module is known not to work.
     """
     from mlx_lm.models.cache import make_prompt_cache
 
-    caches: list[Any] = make_prompt_cache(module)
-    windows = [_window(name, index, cache) for index, cache in enumerate(caches)]
-    logits = module(mx.zeros((1, 1), dtype=mx.int32), cache=caches)  # lazy: only its shape is read
+    family = family_of(module)
+    check_family(family, name=name)
+    filled: list[Any] = make_prompt_cache(module)
+    logits = module(mx.zeros((1, 1), dtype=mx.int32), cache=filled)  # lazy: only its shape is read
+    caches = read_caches(module, filled, name=name)
     model = Model(
-        forward=module_forward(module, windows),
+        forward=module_forward(module, caches),
         name=name,
         dtype=dtype,
         vocab_size=logits.shape[-1],
         context=context,
-        kv_shapes=tuple((c.keys.shape[1], c.keys.shape[3], c.values.shape[3]) for c in caches),
-        kv_dtype=caches[0].keys.dtype,
-        windows=tuple(windows),
-        family=type(module).__module__.rsplit(".", 1)[-1],
+        kv_shapes=caches.kv_shapes,
+        kv_dtype=caches.kv_dtype,
+        windows=caches.windows,
+        family=family,
         module_loader=lambda: module,
         weight_bytes=tree_reduce(
             lambda total, array: total + array.nbytes,
@@ -162,22 +169,6 @@ def model_from_module(module: "Module", *, name: str, dtype: str, context: int) 
     )
     _check_traceable(model)
     return model
-
-
-def _window(name: str, index: int, cache: Any) -> int | None:
-    """The window of a layer that mlx-lm gives this cache; what rewinding by length cannot undo is refused."""
-    from mlx_lm.models.cache import KVCache as GrowingCache
-    from mlx_lm.models.cache import RotatingKVCache
-
-    if type(cache) is GrowingCache:
-        return None
-    if type(cache) is RotatingKVCache and cache.keep == 0:
-        return int(cache.max_size)  # the whole history is kept here, so that a mask can do what rotating does
-    kept = f"{type(cache).__name__} with keep={cache.keep}" if type(cache) is RotatingKVCache else type(cache).__name__
-    raise UnsupportedModelError(
-        f"{name}: layer {index} has the cache {kept}, expected keys and values by position: "
-        "what it holds cannot be rewound when a proposal is refused"
-    )
 
 
 class _GroupedView(CacheView):
@@ -197,7 +188,7 @@ def _view_class(module: "Module") -> type[CacheView]:
 
 def _check_traceable(model: Model) -> None:
     """Trace the forward once: one that reads the value of a position cannot be a pure function of arrays."""
-    rows = 3  # one would hide a mask that lines up with the wrong axis
+    rows = 11  # a count that no axis has by chance, so that no mask lines up with the wrong one
     try:
         compile_prefill(model.forward)(
             mx.zeros((rows, 2), dtype=mx.int32), model.make_kv(rows, 8), mx.zeros((rows,), dtype=mx.int32)

@@ -1,6 +1,5 @@
 """mlx-lm's list of caches, and the flat list of pairs of keys and values that a step carries for it."""
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import attrs
@@ -13,7 +12,7 @@ from posttrainllm.kernel.state import KVCache
 if TYPE_CHECKING:
     from mlx.nn.layers.base import Module
 
-__all__ = ["LayerCaches", "LayerViews", "read_caches"]
+__all__ = ["LayerCaches", "LayerViews", "flat_views", "read_caches"]
 
 LayerViews: TypeAlias = "list[CacheView | tuple[CacheView, ...]]"
 """What a module is given as its list of caches: a view for every entry, or several where the entry is a list itself."""
@@ -55,35 +54,50 @@ class LayerCaches:
         return entries, flat
 
 
-def read_caches(module: "Module", caches: Sequence[Any], *, name: str) -> "LayerCaches":
-    """Describe the caches of a module that has filled them.
+def flat_views(entries: LayerViews) -> list[CacheView]:
+    """What a module of a known family is given: no entry of its list is a list."""
+    views = [entry for entry in entries if not isinstance(entry, tuple)]
+    assert len(views) == len(entries)
+    return views
+
+
+def read_caches(module: "Module", *, name: str) -> tuple[LayerCaches, int]:
+    """Find out where a module keeps what, by a forward of which only shapes are read.
 
     Args:
-        module: whose they are.
-        caches: as `make_prompt_cache` gives them, after one forward.
+        module: an mlx-lm language model.
         name: of the model, for messages.
 
     Returns:
-        The description.
+        The description, and V, the rows of its logits.
 
     Raises:
-        UnsupportedModelError: a layer keeps something other than keys and values by position.
+        UnsupportedModelError: a layer keeps something other than keys and values by position, or cannot run here.
     """
-    from mlx_lm.models.cache import CacheList
+    from mlx_lm.models.cache import CacheList, make_prompt_cache
 
+    caches: list[Any] = make_prompt_cache(module)
+    lists = [cache.caches if type(cache) is CacheList else None for cache in caches]
     pairs = [
         (index, pair)
-        for index, cache in enumerate(caches)
-        for pair in (cache.caches if type(cache) is CacheList else (cache,))
+        for index, (cache, listed) in enumerate(zip(caches, lists, strict=True))
+        for pair in (listed if listed is not None else (cache,))
     ]
     windows = tuple(_window(module, index, len(caches), pair, name) for index, pair in pairs)
-    return LayerCaches(
-        sizes=tuple(len(cache.caches) if type(cache) is CacheList else None for cache in caches),
+    try:
+        logits = module(mx.zeros((1, 1), dtype=mx.int32), cache=caches)
+    except RuntimeError as error:
+        if "No Metal" not in str(error):
+            raise
+        raise UnsupportedModelError(f"{name}: its layers are kernels for Metal, which is not here") from None
+    found = LayerCaches(
+        sizes=tuple(None if listed is None else len(listed) for listed in lists),
         windows=windows,
         kv_shapes=tuple((pair.keys.shape[1], pair.keys.shape[3], pair.values.shape[3]) for _, pair in pairs),
         # of layers that differ the one that holds all of them without loss
         kv_dtype=max((pair.keys.dtype for _, pair in pairs), key=lambda dtype: dtype.size),
     )
+    return found, logits.shape[-1]
 
 
 def _window(module: "Module", index: int, count: int, cache: Any, name: str) -> int | None:

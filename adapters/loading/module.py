@@ -1,5 +1,7 @@
 """An mlx-lm module as a pure `Forward`."""
 
+import contextlib
+import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -117,10 +119,17 @@ def load_module(checkpoint: Checkpoint, dtype: str) -> "Module":
     """
     from mlx_lm.utils import load_model  # pulls in transformers: seconds
 
+    said = io.StringIO()
     try:
-        module: Module = load_model(checkpoint.path, lazy=True, model_config=lifted_rope(checkpoint.config))[0]
+        with contextlib.redirect_stdout(said):  # architectures print what they miss; a command's output is its own
+            module: Module = load_model(checkpoint.path, lazy=True, model_config=lifted_rope(checkpoint.config))[0]
     except Exception as error:  # whatever an architecture makes of a config that it does not expect
         raise _translate(checkpoint.path, checkpoint.config, error) from None
+    except SystemExit:  # of one that misses a package
+        family, text = checkpoint.config.get("model_type"), " ".join(said.getvalue().split())
+        raise UnsupportedModelError(
+            f"{checkpoint.path}: mlx-lm cannot load {family!r:.100} here: {text:.300}"
+        ) from None
     module.set_dtype(getattr(mx, dtype))
     module.eval()
     mx.eval(module.parameters())  # type: ignore[no-untyped-call] # as MLX declares it
@@ -141,20 +150,16 @@ def model_from_module(module: "Module", *, name: str, dtype: str, context: int) 
 
     Raises:
         UnsupportedModelError: a layer keeps something other than keys and values by position, the forward depends
-            on the value of a position and cannot be compiled, or mlx-lm's module is known not to work.
+            on the value of a position and cannot be compiled, or mlx-lm's module does not work, here or anywhere.
     """
-    from mlx_lm.models.cache import make_prompt_cache
-
     family = family_of(module)
     check_family(family, name=name)
-    filled: list[Any] = make_prompt_cache(module)
-    logits = module(mx.zeros((1, 1), dtype=mx.int32), cache=filled)  # lazy: only its shape is read
-    caches = read_caches(module, filled, name=name)
+    caches, vocab_size = read_caches(module, name=name)
     model = Model(
         forward=module_forward(module, caches),
         name=name,
         dtype=dtype,
-        vocab_size=logits.shape[-1],
+        vocab_size=vocab_size,
         context=context,
         kv_shapes=caches.kv_shapes,
         kv_dtype=caches.kv_dtype,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
-from posttrainllm.adapters.loading.layer_caches import LayerViews
+from posttrainllm.adapters.loading.layer_caches import LayerViews, flat_views
 
 if TYPE_CHECKING:
     from mlx.nn.layers.base import Module
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 __all__ = ["logits"]
 
 
-def logits(module: "Module", tokens: mx.array, views: LayerViews) -> mx.array:
+def logits(module: "Module", tokens: mx.array, entries: LayerViews) -> mx.array:
     """Run a window, see `FamilyForward`."""
     model: Any = module.model
-    width, cache = tokens.shape[1], views[-1]
-    assert not isinstance(cache, tuple)
+    width, views = tokens.shape[1], flat_views(entries)
+    cache = views[-1]
     hidden = model.embedding(tokens)
     mask = cache.make_mask(width)
     for layer, view in zip(model.layers, views, strict=True):

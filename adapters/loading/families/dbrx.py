@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
-from posttrainllm.adapters.loading.layer_caches import LayerViews
+from posttrainllm.adapters.loading.layer_caches import LayerViews, flat_views
 
 if TYPE_CHECKING:
     from mlx.nn.layers.base import Module
@@ -16,13 +16,12 @@ if TYPE_CHECKING:
 __all__ = ["logits"]
 
 
-def logits(module: "Module", tokens: mx.array, views: LayerViews) -> mx.array:
+def logits(module: "Module", tokens: mx.array, entries: LayerViews) -> mx.array:
     """Run a window, see `FamilyForward`."""
     model: Any = module.transformer
-    first = views[0]
-    assert not isinstance(first, tuple)
+    views = flat_views(entries)
     hidden = model.wte(tokens)
-    mask = first.make_mask(tokens.shape[1])
+    mask = views[0].make_mask(tokens.shape[1])
     for block, view in zip(model.blocks, views, strict=True):
         residual, normed = block.norm_attn_norm(hidden, mask, view)
         hidden = _experts(block.ffn, normed) + residual
@@ -37,4 +36,5 @@ def _experts(block: Any, hidden: mx.array) -> mx.array:
     scores = mx.take_along_axis(gates, chosen, axis=-1)
     scores = (scores / mx.sum(mx.abs(scores), axis=-1, keepdims=True)).astype(hidden.dtype)
     weights = mx.put_along_axis(mx.zeros(gates.shape, dtype=hidden.dtype), chosen, scores, axis=-1)
-    return sum(weights[..., index, None] * expert(hidden) for index, expert in enumerate(block.experts))
+    parts = [weights[..., index, None] * expert(hidden) for index, expert in enumerate(block.experts)]
+    return mx.sum(mx.stack(parts), axis=0)  # [experts, B, W, D] -> [B, W, D]

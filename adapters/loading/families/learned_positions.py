@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
-from posttrainllm.adapters.loading.layer_caches import LayerViews
+from posttrainllm.adapters.loading.layer_caches import LayerViews, flat_views
 
 if TYPE_CHECKING:
     from mlx.nn.layers.base import Module
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 __all__ = ["logits"]
 
 
-def logits(module: "Module", tokens: mx.array, views: LayerViews) -> mx.array:
+def logits(module: "Module", tokens: mx.array, entries: LayerViews) -> mx.array:
     """Run a window, see `FamilyForward`."""
     model: Any = module.model if "model" in module else module.transformer
-    width, first = tokens.shape[1], views[0]
-    assert not isinstance(first, tuple)
+    width, views = tokens.shape[1], flat_views(entries)
+    first = views[0]
     places = mx.minimum(first.offset[:, None] + mx.arange(width), model.wpe.weight.shape[0] - 1)  # [B, W]
     hidden = model.wte(tokens) + model.wpe(places)
     mask = first.make_mask(width)

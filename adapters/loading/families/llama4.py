@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
-from posttrainllm.adapters.loading.layer_caches import LayerViews
+from posttrainllm.adapters.loading.layer_caches import LayerViews, flat_views
 from posttrainllm.kernel.cache import CacheView
 
 if TYPE_CHECKING:
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 __all__ = ["logits"]
 
 
-def logits(module: "Module", tokens: mx.array, views: LayerViews) -> mx.array:
+def logits(module: "Module", tokens: mx.array, entries: LayerViews) -> mx.array:
     """Run a window, see `FamilyForward`."""
     text: Any = module.language_model
-    model, width, first = text.model, tokens.shape[1], views[0]
-    assert not isinstance(first, tuple)
+    model, width, views = text.model, tokens.shape[1], flat_views(entries)
+    first = views[0]
     places = first.offset[:, None] + mx.arange(width)  # [B, W]
     everything = first.make_mask(width)  # [B, 1, W, C]
     size = model.attention_chunk_size

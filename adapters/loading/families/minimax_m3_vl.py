@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 __all__ = ["logits"]
 
 
-def logits(module: "Module", tokens: mx.array, views: LayerViews) -> mx.array:
+def logits(module: "Module", tokens: mx.array, entries: LayerViews) -> mx.array:
     """Run a window, see `FamilyForward`."""
     text: Any = module.language_model
     model: Any = text.model
     hidden = model.embed_tokens(tokens)
-    for layer, entry in zip(model.layers, views, strict=True):
+    for layer, entry in zip(model.layers, entries, strict=True):
         assert isinstance(entry, tuple)
         attended = _attention(layer.self_attn, layer.input_layernorm(hidden), entry)
         hidden = hidden + attended

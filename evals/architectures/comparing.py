@@ -1,7 +1,7 @@
 """One model fed twice: through our cache, compiled, and through mlx-lm's own.
 
-Ours gets what decoding gives it: a prompt in chunks, the last one padded; then windows for all rows at once, each row at
-its own place, whose tails were wrong and are written over; then rows that are set back by some ids and go on with
+Ours gets what decoding gives it: a prompt in chunks, the last one padded; then windows for all rows at once, each row
+at its own place, whose tails were wrong and are written over; then rows that are set back by some ids and go on with
 others. mlx-lm's caches hold one row, are never set back (some cannot be), and see the same windows on a copy.
 """
 
@@ -40,34 +40,33 @@ class Comparison:
     error: float
     """Largest difference, as a share of mlx-lm's largest logit."""
     influence: float
-    """How much the first id of all changes the last logits, as the same share: a model that does not look at its cache
-    would agree with anything."""
+    """How much the first id changes the last logits, as the same share: a model that did not look back would agree with
+    anything."""
     positions: int
     """Places that were compared."""
     finite: bool
 
 
-def compare(model: Model, module: "Module", *, seed: int = 0) -> Comparison:
+def compare(model: Model, module: "Module", *, seed: int = 0, more_slots: int = 0) -> Comparison:
     """Run the schedule both ways.
 
     Args:
         model: of our loader.
         module: mlx-lm's, which it wraps.
         seed: of the ids.
+        more_slots: what mlx-lm's rotating caches are given beside their own.
 
     Returns:
         How far the two are apart.
     """
     plan = _Plan.drawn(np.random.default_rng(seed), model.vocab_size)
     ours = _through_our_cache(model, plan)
-    theirs = [logits for row in range(len(PROMPTS)) for logits in _through_their_cache(module, plan, row)]
+    theirs = [logits for row in range(len(PROMPTS)) for logits in _through_their_cache(module, plan, row, more_slots)]
     found, expected = (np.concatenate(sorted_parts) for sorted_parts in (_in_order(ours), _in_order(theirs)))
     largest = float(np.abs(expected).max())
-    other = plan.with_another_first_id(model.vocab_size)
-    last = [list(_through_their_cache(module, each, 0))[-1][2] for each in (plan, other)]
     return Comparison(
         error=float(np.abs(found - expected).max()) / largest,
-        influence=float(np.abs(last[0][-1] - last[1][-1]).max()) / largest,
+        influence=_influence(module, plan.ids[0, 0]) / largest,
         positions=len(found),
         finite=bool(np.isfinite(found).all() and np.isfinite(expected).all()),
     )
@@ -101,11 +100,6 @@ class _Plan:
         tails = generator.integers(0, vocab_size, size=(2, STEPS, rows, WIDTH), dtype=np.int32)
         return cls(ids=ids, accepted=accepted, tails=tails)
 
-    def with_another_first_id(self, vocab_size: int) -> "_Plan":
-        ids = self.ids.copy()
-        ids[:, :, 0] = (ids[:, :, 0] + 1) % vocab_size
-        return attrs.evolve(self, ids=ids)
-
     def windows(self, row: int) -> Iterator[tuple[int, int, np.ndarray, int]]:
         """Part, place, ids [W] and how many stand, window for window."""
         place = PROMPTS[row]
@@ -117,6 +111,16 @@ class _Plan:
                 window[:count] = self.ids[part, row, place : place + count]
                 yield part, place, window, count
                 place += count
+
+
+def _influence(module: "Module", ids: np.ndarray) -> float:
+    """How much the last logits change, at most, when the first id does."""
+    from mlx_lm.models.cache import make_prompt_cache
+
+    others = ids.copy()
+    others[0] = others[0] + 1 if others[0] == 0 else others[0] - 1
+    last = [module(mx.array(each[None]), cache=make_prompt_cache(module))[0, -1] for each in (ids, others)]
+    return float(mx.max(mx.abs(last[0] - last[1])))
 
 
 def _through_our_cache(model: Model, plan: _Plan) -> list[_Part]:
@@ -150,9 +154,9 @@ def _prefilled(model: Model, forward: Any, plan: _Plan) -> KVCache:
     )
 
 
-def _through_their_cache(module: "Module", plan: _Plan, row: int) -> Iterator[_Part]:
+def _through_their_cache(module: "Module", plan: _Plan, row: int, more_slots: int) -> Iterator[_Part]:
     """One row; what is set back starts again from the prompt."""
-    from mlx_lm.models.cache import make_prompt_cache
+    from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
     def feed(ids: np.ndarray, cache: Any) -> mx.array:
         return module(mx.array(ids[None]), cache=cache)[0]  # [W, V]
@@ -161,6 +165,9 @@ def _through_their_cache(module: "Module", plan: _Plan, row: int) -> Iterator[_P
     for step, (part, place, window, count) in enumerate(plan.windows(row)):
         if cache is None or step == STEPS:
             cache = make_prompt_cache(module)
+            for entry in cache:
+                if type(entry) is RotatingKVCache:
+                    entry.max_size += more_slots
             for start in range(0, place, CHUNK):
                 logits = feed(plan.ids[part, row, start : min(start + CHUNK, place)], cache)
                 mx.eval(logits)

@@ -8,9 +8,10 @@ from typing import Any
 
 import attrs
 
-__all__ = ["Configuration", "configurations", "helpers", "stateful"]
+__all__ = ["Configuration", "configurations", "features", "helpers", "stateful"]
 
 _GROUPS = "use"
+_FEATURES = {"experts": "experts", "latent": "latent attention", "sliding": "sliding windows"}
 
 
 @attrs.frozen(kw_only=True)
@@ -19,8 +20,12 @@ class Configuration:
 
     module: str
     config: dict[str, Any]
+    groups: tuple[str, ...]
+    """Of settings that it uses."""
     why: str | None = None
     """Why it is no part of the count; None where it is."""
+    more_slots: int = 0
+    """What mlx-lm's rotating cache lacks of the window that the module masks by."""
 
 
 def configurations() -> tuple[Configuration, ...]:
@@ -31,6 +36,11 @@ def configurations() -> tuple[Configuration, ...]:
 def stateful() -> tuple[Configuration, ...]:
     """One of every module whose layers keep a state that cannot be rewound by length."""
     return _all("stateful")
+
+
+def features(configuration: Configuration) -> str:
+    """What its layers are made of, by the groups that it uses."""
+    return ", ".join(name for group, name in _FEATURES.items() if group in configuration.groups)
 
 
 def helpers() -> dict[str, str]:
@@ -49,12 +59,18 @@ def _all(table: str) -> tuple[Configuration, ...]:
 
 
 def _configuration(name: str, own: Mapping[str, Any]) -> Configuration:
-    outer = {key: value for key, value in own.items() if key != "why"}
-    if "text_config" in outer:  # the base and the groups belong inside
-        config = outer | {"text_config": _written_out(outer["text_config"])}
-    else:
-        config = _written_out(outer)
-    return Configuration(module=name, config=config | {"model_type": name}, why=own.get("why"))
+    ours = {"why", "more_slots"}
+    outer = {key: value for key, value in own.items() if key not in ours}
+    scope = outer.get("text_config", outer)  # the base and the groups belong inside
+    config = _written_out(scope)
+    if scope is not outer:
+        config = outer | {"text_config": config}
+    return Configuration(
+        module=name,
+        config=config | {"model_type": name},
+        groups=tuple(scope.get(_GROUPS, ())),
+        **{key: value for key, value in own.items() if key in ours},
+    )
 
 
 def _written_out(own: Mapping[str, Any]) -> dict[str, Any]:

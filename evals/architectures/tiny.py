@@ -44,8 +44,12 @@ def random_module(configuration: Configuration, *, seed: int = 0) -> "Module":
         if not mx.issubdtype(array.dtype, mx.floating):
             return array
         noise = mx.array(generator.standard_normal(array.shape).astype(np.float32))
-        # norms stay near 1 and biases near 0; products keep the size of what they multiply, and a little more
-        return array + 0.1 * noise if array.ndim < 2 else noise * (1.5 / array.shape[-1] ** 0.5)
+        if array.ndim >= 2:
+            return noise * (
+                1.5 / array.shape[-1] ** 0.5
+            )  # products keep the size of what they multiply, and a little more
+        # mlx-lm draws biases from a global generator; norms stay near 1
+        return 0.1 * noise if path.endswith("bias") else array + 0.1 * noise
 
     said = io.StringIO()
     try:

@@ -57,8 +57,8 @@ def model_options(*, envvar: str | None = None) -> Callable[[_Command], _Command
         click.option(
             "--draft-model",
             metavar="PATH",
-            help="Directory, .tinygpt or GGUF file or hub id of the draft; auto (sample, chat, serve): the one here that "
-            "pays best. Default: the embedded one without MODEL.",
+            help="Directory, .tinygpt or GGUF file or hub id of the draft; auto (sample, chat, serve): the one here "
+            "that pays best. Default: the embedded one without MODEL.",
         ),
         click.option(
             "--dtype",

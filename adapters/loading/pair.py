@@ -167,7 +167,7 @@ def with_draft(pair: Pair, draft_model: str | Path, *, dtype: str = "auto", forw
     check_weights(checkpoints[1:], [own])
     tokenizer = load_tokenizer(checkpoints[1])
     check_pair(pair.tokenizer, tokenizer, draft_rows=tokenizer.size)
-    draft = _load_model(checkpoints[1], str(draft_model), own, forward)
+    draft = _load_model(checkpoints[1], str(draft_model), own, forward, None, UNCHANGED)
     differences = check_pair(pair.tokenizer, tokenizer, draft_rows=draft.vocab_size)
     notes = differences + model_notes(checkpoints, [pair.target, draft], pair.tokenizer)
     return attrs.evolve(pair, draft=draft, reason=None, notes=notes)

@@ -7,6 +7,7 @@ import json
 import shlex
 import shutil
 
+import attrs
 import mlx.core as mx
 import pytest
 from click.testing import CliRunner
@@ -98,6 +99,7 @@ def folder(tmp_path, models):
     change_config(shutil.copytree(models / "first", folder / "unknown"), model_type="nonsense")
     shutil.copytree(models / "target", folder / "copy of the target")
     save_tinygpt(folder / "bytes.tinygpt")
+    (folder / "none.gguf").write_bytes(b"GGUF")
     (folder / "notes").mkdir()
     (folder / "notes" / "README.md").write_text("no model")
     return folder
@@ -149,7 +151,16 @@ def test_the_draft_wins_whose_tokenizer_is_equal_and_which_pays(models, folder, 
     assert [step["draft_k"] for step in found["first"]["steps"]] == [1, 2, 4, 8]
     assert found["random"]["accept_rate"] < 0.1
     assert found["random"]["speed_up"] < 1
-    assert set(found) == {"first", "random", "other", "torn", "unknown", "copy of the target", "bytes.tinygpt"}
+    assert set(found) == {
+        "first",
+        "random",
+        "other",
+        "torn",
+        "unknown",
+        "copy of the target",
+        "bytes.tinygpt",
+        "none.gguf",
+    }
     words = shlex.split(value["command"])
     path = str(folder / "first")
     assert words == ["posttrainllm", "sample", str(models / "target"), "--draft-model", path, "--draft-k", "8"]
@@ -168,6 +179,7 @@ def test_a_candidate_that_cannot_be_used_is_a_row_with_the_reason(models, folder
     ):
         assert reason in found[name]["problem"], name
         assert "\n" not in found[name]["problem"]
+    assert found["none.gguf"]["problem"]
     assert all(found[name]["accept_rate"] is None for name in found if name not in ("first", "random"))
     assert sorted(measured) == [str(folder / "first"), str(folder / "random")]
 
@@ -306,6 +318,21 @@ def test_too_little_memory_is_a_row_that_is_tried_again(models, costs, monkeypat
     assert match(*options)[0]["winner"] == "first"
 
 
+@pytest.mark.parametrize("place", ["with_draft", "measure"])
+def test_whatever_a_candidate_raises_is_its_row_and_tried_again(models, costs, monkeypatch, place):
+    def fails(*_, **__):
+        raise RuntimeError("[matmul] something that\nnobody expected")
+
+    options = (models / "target", "--candidates", models / "first", "--candidates", models / "random")
+    with monkeypatch.context() as patch:
+        patch.setattr(decide_module, place, fails)
+        value, found = match(*options)
+    assert "RuntimeError: [matmul] something that nobody expected" in found["first"]["problem"]
+    assert found["random"]["problem"] is not None
+    assert value["winner"] is None
+    assert match(*options)[0]["winner"] == "first"
+
+
 def test_a_target_whose_logits_are_not_finite_is_one_line(models, tmp_path, costs):
     target = shutil.copytree(models / "target", tmp_path / "broken")
     weights = mx.load(str(target / "model.safetensors"))
@@ -341,6 +368,13 @@ def test_the_best_k_is_the_one_that_leviathans_formula_says():
     certain = Measured(accepted=100, proposed=100, judged=100, steps=steps)
     assert certain.best.draft_k == 8
     assert certain.speed_up(steps[3]) == pytest.approx(9 / 2.9)
+    near = Measured(accepted=7, proposed=10, judged=10, steps=(attrs.evolve(steps[0], seconds=1.3), *steps[1:]))
+    assert [round(near.speed_up(step), 2) for step in steps[1:3]] == [1.56, 1.54]
+    assert near.best.draft_k == 2
+    barely = tuple(attrs.evolve(step, seconds=seconds) for step, seconds in zip(steps[:2], (1.72, 2.15), strict=True))
+    both = Measured(accepted=7, proposed=10, judged=10, steps=barely)
+    assert [round(both.speed_up(step), 2) for step in barely] == [0.99, 1.02]
+    assert both.best.draft_k == 2  # the smaller one is as near, and does not pay
     nothing = Measured(accepted=0, proposed=0, judged=0, steps=steps)
     assert nothing.speed_up(nothing.best) == 0
 
@@ -487,7 +521,7 @@ def test_the_embedded_pair_is_measured_by_the_clock_once(measured):
     assert candidate["tokenizer"] == "equal"
     assert 0.5 < candidate["accept_rate"] < 0.9
     assert all(step["seconds"] > 0 and step["plain_seconds"] > 0 for step in candidate["steps"])
-    assert candidate["speed_up"] == max(step["speed_up"] for step in candidate["steps"])
+    assert candidate["speed_up"] >= 0.949 * max(step["speed_up"] for step in candidate["steps"])
     assert (first["winner"] == "draft-3m") == (candidate["speed_up"] > 1)
     assert match()[0] == first | {"measured": 0}
     assert len(measured) == 1

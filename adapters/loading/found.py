@@ -11,7 +11,7 @@ from posttrainllm.kernel.errors import CheckpointError, UsageError
 __all__ = ["EMBEDDED", "FoundModel", "embedded_models", "hub_models", "models_in", "parameter_count"]
 
 EMBEDDED = ("target-16m", "draft-3m")
-_SUFFIX = ".tinygpt"
+_SUFFIXES = (".tinygpt", ".gguf")  # models that are one file
 _MARKS = ("config.json", "model*.safetensors")  # one without the other is a model that is torn
 
 
@@ -65,7 +65,7 @@ def models_in(folder: str | Path) -> list[FoundModel]:
     """The models of a folder: itself, or the directories and files in it. It may be a cache of the hub, too.
 
     Args:
-        folder: a directory, or a `.tinygpt` file.
+        folder: a directory, or a file that is a model.
 
     Returns:
         One each, by name. What bears no mark of a model is left out; what bears one may still be torn.
@@ -80,7 +80,7 @@ def models_in(folder: str | Path) -> list[FoundModel]:
         if _is_model(folder):
             return [FoundModel(name=folder.resolve().name, path=folder)]
         if not folder.is_dir():
-            raise UsageError(f"--candidates: {folder}: got a file, expected a directory of models or a {_SUFFIX} file")
+            raise UsageError(f"--candidates: {folder}: got a file, expected a model or a directory of models")
         inside = sorted(folder.iterdir())
         found = [FoundModel(name=path.name, path=path) for path in inside if _is_model(path)]
     except OSError as error:
@@ -112,4 +112,4 @@ def parameter_count(checkpoint: Checkpoint) -> int | None:
 def _is_model(path: Path) -> bool:
     if path.is_dir():
         return any(next(path.glob(mark), None) is not None for mark in _MARKS)
-    return path.suffix == _SUFFIX
+    return path.suffix in _SUFFIXES

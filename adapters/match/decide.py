@@ -9,7 +9,7 @@ import attrs
 import mlx.core as mx
 
 from posttrainllm.adapters.gate.key import machine_of
-from posttrainllm.adapters.loading.checkpoint import Checkpoint, read_checkpoint
+from posttrainllm.adapters.loading.checkpoint import Checkpoint, read_checkpoint, readable
 from posttrainllm.adapters.loading.fingerprint import fingerprint, tokenizer_fingerprint
 from posttrainllm.adapters.loading.found import FoundModel, parameter_count
 from posttrainllm.adapters.loading.hub import locate
@@ -91,7 +91,7 @@ class Search:
         return attrs.evolve(candidate, problem=problem)
 
     def _tokenized(self, candidate: Candidate) -> Candidate:
-        """Whether the tokenizers agree; a verdict is kept, since the large ones take a second to load."""
+        """Whether the tokenizers agree; a verdict is kept, since large ones are slow to load."""
         try:
             checkpoint = read_checkpoint(Path(candidate.path))
             key = {
@@ -144,18 +144,23 @@ class Search:
         return judged, len(waiting)
 
     def _measured(self, candidate: Candidate, key: dict[str, Any]) -> Candidate:
-        """Decode with it; what its files make impossible is kept, too, what the memory does is not."""
+        """Decode with it. What its files make impossible is kept, too; what the machine does is tried again."""
+        path = Path(candidate.path)
         try:
-            pair = with_draft(self.pair, candidate.path, dtype=self.dtype, forward=self.forward)
-            measured = measure(pair, self.setting, fresh=self.fresh)
-        except LoadError as error:
-            problem = _without(candidate.path, error)
-            keep(key, {"problem": problem})
-            return attrs.evolve(candidate, problem=problem)
-        except (CapacityError, MemoryLimitError) as error:
-            return attrs.evolve(candidate, problem=_without(candidate.path, error))
+            with readable(path, "cannot be used as a draft"):
+                pair = self._loaded(path, key)
+                measured = measure(pair, self.setting, fresh=self.fresh)
+        except (CapacityError, LoadError, MemoryLimitError) as error:
+            return attrs.evolve(candidate, problem=_without(path, error))
         keep(key, attrs.asdict(measured))
         return attrs.evolve(candidate, measured=measured)
+
+    def _loaded(self, path: Path, key: dict[str, Any]) -> Pair:
+        try:
+            return with_draft(self.pair, path, dtype=self.dtype, forward=self.forward)
+        except LoadError as error:
+            keep(key, {"problem": _without(path, error)})
+            raise
 
     def _shared_key(self) -> dict[str, Any]:
         """Everything that a measurement depends on beside the candidate."""

@@ -12,6 +12,7 @@ EQUAL = "equal"
 """Of a tokenizer: every id means the same to both."""
 NOT_SMALLER = "not smaller than the target"
 """How the problem of a candidate begins that could not pay: such a draft costs what it saves, at least."""
+_NEAR = 0.95  # nearer than that the clock alone would decide
 _DIGITS = 3
 
 
@@ -68,8 +69,12 @@ class Measured:
 
     @property
     def best(self) -> StepTime:
-        """The step with the highest speed-up."""
-        return max(self.steps, key=self.speed_up)
+        """The smallest K whose speed-up is near the highest: it wastes less where fewer proposals stand."""
+        top = max(map(self.speed_up, self.steps))
+        near = (
+            step for step in self.steps if self.speed_up(step) >= _NEAR * top and (self.speed_up(step) > 1) == (top > 1)
+        )
+        return min(near, key=lambda step: step.draft_k)
 
 
 @attrs.frozen(kw_only=True)

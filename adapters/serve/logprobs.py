@@ -37,8 +37,8 @@ def completion_logprobs(
         first: the id that a None stands for.
 
     Returns:
-        Parallel lists; `top_logprobs` names an alternative by its text, and the id itself is among them unless a likelier
-        one has the same text.
+        Parallel lists; `top_logprobs` names alternatives by their texts, and the id itself is among them unless a
+        likelier one has the same text.
     """
     tops = [None if token is None else _by_text(token, tokenizer) for token in logprobs]
     return {

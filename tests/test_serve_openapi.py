@@ -1,4 +1,4 @@
-"""A server's own description of its API: valid, and what it says is what is done, by requests made from it (schemathesis)."""
+"""A server's own description of its API: it is valid, and what it says is what is done (by schemathesis)."""
 
 import attrs
 import pytest

@@ -1,10 +1,10 @@
 """A server under mixed traffic for long: every row is freed, memory stays, and every answer is what it is alone.
 
-How growth is measured: traffic stops after every fifth of the requests; once no row is taken and nothing waits, /metrics is
-scraped nine times and the median taken, of the resident memory (process_resident_memory_bytes, Linux) and of MLX's active
-memory (posttrainllm_memory_active_bytes). Growth is that after the last fifth by that after the first. At rest nothing of it
-is a neighbour's prompt on its way in, so that 5 % are far more than the noise of such a median: active memory at rest is
-weights, rows and kept prompts, resident memory a few pages more or less.
+How growth is measured: traffic stops after every fifth of the requests; once no row is taken and nothing waits, /metrics
+is scraped nine times and the median taken, of the resident memory (process_resident_memory_bytes, Linux) and of MLX's
+active memory (posttrainllm_memory_active_bytes). Growth is that after the last fifth by that after the first. At rest
+nothing of it is a neighbour's prompt on its way in, so 5 % are far more than the noise of such a median: active memory
+at rest is weights, rows and kept prompts.
 """
 
 import json

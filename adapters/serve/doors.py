@@ -23,6 +23,7 @@ HEADER_S, BODY_S, CONNECTIONS = 10.0, 30.0, 512
 _UNREAD_S = 60.0  # with an answer that the client takes no byte of
 _GRACE_S = 5.0  # for the 408 that a slow body is told before its connection is cut
 _LOOK_S = 1.0
+_YOUNG_S = 0.05  # within which a request that is sent at once is read
 _SAID_S = 60.0
 
 
@@ -35,6 +36,7 @@ class DoorLimits:
     body_s: float = BODY_S
     """Seconds until its body is whole."""
     connections: int = CONNECTIONS
+    """At one time; up to twice as many for the moment that it takes to see who does nothing."""
 
 
 class Doors:
@@ -45,7 +47,7 @@ class Doors:
     """
 
     def __init__(self, limits: DoorLimits) -> None:
-        self._limits = limits
+        self.limits = limits
         self._inside: set[_Connection] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._said = -_SAID_S
@@ -59,11 +61,14 @@ class Doors:
         Args:
             connection: just made.
         """
+        if len(self._inside) >= 2 * self.limits.connections:
+            connection.cut()
+            return
         self._inside.add(connection)
-        if len(self._inside) > self._limits.connections:
-            self._make_room(connection)
-        if self._timer is None:
-            self._look_later()
+        if len(self._inside) > self.limits.connections:
+            self._look_within(_YOUNG_S)
+        elif self._timer is None:
+            self._look_within(self._pace)
 
     def leave(self, connection: "_Connection") -> None:
         """Forget a connection.
@@ -73,37 +78,46 @@ class Doors:
         """
         self._inside.discard(connection)
 
-    def _make_room(self, newest: "_Connection") -> None:
-        now = time.monotonic()
-        if now - self._said >= _SAID_S:
-            self._said = now
-            LOGGER.warning(
-                "all %d connections are taken; one that waits for its client is cut", self._limits.connections
-            )
-        ranks = {one: one.rank for one in self._inside if one is not newest}
-        waiting = [(rank, one.since, one) for one, rank in ranks.items() if rank is not None]
-        last = min(waiting, key=lambda entry: entry[:2])[2] if waiting else newest
-        self._inside.discard(last)  # now: it is told later, and others may come first
-        last.cut()
+    @property
+    def _pace(self) -> float:
+        return min(_LOOK_S, self.limits.header_s / 4)
+
+    def _look_within(self, seconds: float) -> None:
+        loop = asyncio.get_running_loop()
+        if self._timer is not None:
+            if self._timer.when() <= loop.time() + seconds:
+                return
+            self._timer.cancel()
+        self._timer = loop.call_later(seconds, self._look)
 
     def _look(self) -> None:
-        """Cut those whose time is up."""
+        """Cut those whose time is up, and as many more as there are too many."""
         now, self._timer = time.monotonic(), None
+        body_s = self.limits.body_s + min(self.limits.body_s, _GRACE_S)
         for connection in list(self._inside):
             owed = connection.look(now)
             waited = now - connection.since
-            if owed == "headers" and waited > self._limits.header_s:
-                connection.give_up(self._limits.header_s)
-            elif (owed == "body" and waited > self._limits.body_s + _GRACE_S) or (
-                owed == "reading" and waited > _UNREAD_S
-            ):
+            if owed == "headers" and waited > self.limits.header_s:
+                connection.give_up(self.limits.header_s)
+            elif (owed == "body" and waited > body_s) or (owed == "reading" and waited > _UNREAD_S):
                 connection.cut()
+        surplus = len(self._inside) - self.limits.connections
+        if surplus > 0:
+            self._make_room(surplus, now)
         if self._inside:
-            self._look_later()
+            self._look_within(_YOUNG_S if surplus > 0 else self._pace)
 
-    def _look_later(self) -> None:
-        seconds = min(_LOOK_S, self._limits.header_s / 4)
-        self._timer = asyncio.get_running_loop().call_later(seconds, self._look)
+    def _make_room(self, surplus: int, now: float) -> None:
+        """Cut those that do nothing, the longest first, but none so young that its request may be on its way."""
+        if now - self._said >= _SAID_S:
+            self._said = now
+            LOGGER.warning(
+                "all %d connections are taken; those that wait for a client are cut", self.limits.connections
+            )
+        ranks = [(one.rank, one.since, one) for one in self._inside if now - one.since >= _YOUNG_S]
+        waiting = [(rank, since, one) for rank, since, one in ranks if rank is not None]
+        for _, _, connection in sorted(waiting, key=lambda entry: entry[:2])[:surplus]:
+            connection.cut()
 
 
 class _Connection(H11Protocol):

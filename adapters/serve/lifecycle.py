@@ -148,15 +148,16 @@ def serve_until_stopped(
 
 
 def _with_files(limits: DoorLimits) -> DoorLimits:
-    """Make the system allow a file for each connection, or have fewer of them."""
+    """Make the system allow a file for each connection, or have fewer of those."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = limits.connections + _OTHER_FILES
+    wanted = 2 * limits.connections + _OTHER_FILES
     if soft != resource.RLIM_INFINITY and soft < wanted:
         soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         if soft < wanted:
-            LOGGER.warning("the system allows %d open files: %d connections", soft, max(soft - _OTHER_FILES, 1))
-            return attrs.evolve(limits, connections=max(soft - _OTHER_FILES, 1))
+            connections = max((soft - _OTHER_FILES) // 2, 1)
+            LOGGER.warning("the system allows %d open files: %d connections", soft, connections)
+            return attrs.evolve(limits, connections=connections)
     return limits
 
 
@@ -164,6 +165,7 @@ def _config(app: Starlette, doors: Doors) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         http=guarded_protocol(doors),
+        backlog=min(doors.limits.connections, 2048),  # and so many are let in at once
         log_config=None,
         access_log=False,
         lifespan="off",

@@ -141,7 +141,7 @@ def test_a_model_that_does_not_look_back_is_not_called_supported(quiet, monkeypa
 
 def test_a_pair_of_a_list_goes_to_its_place():
     """deepseek_v32: keys and values, then the indexer's keys, for each of four layers."""
-    caches, vocab_size = read_caches(random_module(CONFIGURATIONS["deepseek_v32"]), name="x")
+    caches, vocab_size = read_caches(random_module(CONFIGURATIONS["deepseek_v32"]), name="x", dtype="float32")
     assert (caches.sizes, len(caches.kv_shapes), vocab_size) == ((2,) * 4, 8, 4096)
     assert caches.kv_shapes[:2] == ((1, 16, 8), (1, 16, 16))
 
@@ -207,6 +207,14 @@ def test_a_module_that_is_wrong_in_mlx_lm_is_refused_with_the_reason():
 @pytest.mark.parametrize("name", ["bitnet", "muse_spark"])
 def test_a_module_of_metal_kernels_is_refused_elsewhere(name, quiet):
     assert examine(CONFIGURATIONS[name]).reason == "its layers are kernels for Metal, which is not here"
+
+
+@pytest.mark.skipif(mx.default_device() == mx.gpu, reason="a GPU has experts of 16 bits")
+def test_a_dtype_that_the_device_lacks_is_refused_at_load_with_the_remedy(tmp_path):
+    """Case: experts in bfloat16 on a CPU fail in the middle of the first prompt."""
+    path = saved("mixtral", tmp_path / "experts")
+    with pytest.raises(UnsupportedModelError, match=r"does not run here in bfloat16: .*; --dtype float32 may"):
+        load_pair(path, dtype="bfloat16")
 
 
 @pytest.mark.parametrize(("name", "field"), [("openelm", "max_context_length"), ("lille-130m", "block_size")])

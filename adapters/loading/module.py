@@ -154,7 +154,7 @@ def model_from_module(module: "Module", *, name: str, dtype: str, context: int) 
     """
     family = family_of(module)
     check_family(family, name=name)
-    caches, vocab_size = read_caches(module, name=name)
+    caches, vocab_size = read_caches(module, name=name, dtype=dtype)
     model = Model(
         forward=module_forward(module, caches),
         name=name,

@@ -7,6 +7,7 @@ against the file's size.
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ __all__ = ["Checkpoint", "read_checkpoint", "read_json", "readable"]
 _MOST_POSITIONS = 2**30  # lengths are int32, and sums of two of them must be, too
 # newest name first; the others are those of GPT-2 and its time
 _CONTEXT_FIELDS = ("max_position_embeddings", "n_positions", "n_ctx", "seq_length")
+# of single families, looked for where no part of the config has one of the above
+_RARE_FIELDS = ("max_seq_len", "max_sequence_length", "max_context_length", "model_max_length", "block_size")
 _FLOATS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
@@ -206,10 +209,10 @@ def _check_layers(path: Path, config: dict[str, Any], tensors: int) -> None:
 
 def _context(path: Path, config: dict[str, Any]) -> int | None:
     nested = config.get("text_config")
-    for scope in (config, nested if isinstance(nested, dict) else {}):
-        for name in _CONTEXT_FIELDS:
-            if scope.get(name) is not None:
-                return _checked_context(path, name, scope[name])
+    scopes = (config, nested if isinstance(nested, dict) else {})
+    for scope, name in (*product(scopes, _CONTEXT_FIELDS), *product(scopes, _RARE_FIELDS)):
+        if scope.get(name) is not None:
+            return _checked_context(path, name, scope[name])
     if isinstance(nested, dict):  # such configs leave out what transformers' own classes have as default
         from transformers import AutoConfig
 

@@ -66,12 +66,13 @@ def flat_views(entries: LayerViews) -> list[CacheView]:
     return views
 
 
-def read_caches(module: "Module", *, name: str) -> tuple[LayerCaches, int]:
-    """Find out where a module keeps what, by a forward of which only shapes are read.
+def read_caches(module: "Module", *, name: str, dtype: str) -> tuple[LayerCaches, int]:
+    """Find out where a module keeps what, by a forward of one token.
 
     Args:
         module: an mlx-lm language model.
         name: of the model, for messages.
+        dtype: of its weights, for messages.
 
     Returns:
         The description, and V, the rows of its logits.
@@ -91,10 +92,9 @@ def read_caches(module: "Module", *, name: str) -> tuple[LayerCaches, int]:
     windows = tuple(_window(module, index, len(caches), pair, name) for index, pair in pairs)
     try:
         logits = module(mx.zeros((1, 1), dtype=mx.int32), cache=caches)
+        mx.eval(logits)  # what a backend lacks, such as experts of 16 bits on a CPU, it says no sooner
     except RuntimeError as error:
-        if "No Metal" not in str(error):
-            raise
-        raise UnsupportedModelError(f"{name}: its layers are kernels for Metal, which is not here") from None
+        raise UnsupportedModelError(f"{name}: {_lacking(str(error), dtype)}") from None
     found = LayerCaches(
         sizes=tuple(None if listed is None else len(listed) for listed in lists),
         windows=windows,
@@ -103,6 +103,13 @@ def read_caches(module: "Module", *, name: str) -> tuple[LayerCaches, int]:
         kv_dtype=max((pair.keys.dtype for _, pair in pairs), key=lambda dtype: dtype.size),
     )
     return found, logits.shape[-1]
+
+
+def _lacking(problem: str, dtype: str) -> str:
+    if "No Metal" in problem:
+        return "its layers are kernels for Metal, which is not here"
+    hint = "" if dtype == "float32" else "; --dtype float32 may"
+    return f"its forward does not run here in {dtype}: {' '.join(problem.split())[:200].rstrip('.')}{hint}"
 
 
 def _window(module: "Module", index: int, count: int, cache: Any, name: str) -> int | None:

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 __all__ = ["CHUNK", "PROMPTS", "REWOUND", "STEPS", "WIDTH", "Comparison", "compare"]
 
-CHUNK = 16
+CHUNK = 32
+"""Ids of a prompt at a time; with two experts each enough for mlx-lm to sort them, as it does in longer chunks."""
 WIDTH = 5
 PROMPTS = (37, 20, 6)
 """Tokens of each row's prompt."""

@@ -10,7 +10,7 @@ import attrs
 
 __all__ = ["Configuration", "configurations", "features", "helpers", "stateful"]
 
-_GROUPS = "use"
+_GROUPS, _WITHOUT = "use", "without"
 _FEATURES = {"experts": "experts", "latent": "latent attention", "sliding": "sliding windows"}
 
 
@@ -77,4 +77,5 @@ def _written_out(own: Mapping[str, Any]) -> dict[str, Any]:
     config = dict(_data()["base"])
     for group in own.get(_GROUPS, ()):
         config |= _data()["groups"][group]
-    return config | {key: value for key, value in own.items() if key != _GROUPS}
+    config |= {key: value for key, value in own.items() if key not in (_GROUPS, _WITHOUT)}
+    return {key: value for key, value in config.items() if key not in own.get(_WITHOUT, ())}

@@ -41,6 +41,16 @@ log-level = "debug"
 """
 
 
+@pytest.fixture(autouse=True)
+def nothing_starts(monkeypatch):
+    """What should have been refused fails here, in place of serving until somebody stops it."""
+
+    def serve_until_stopped(*_, **__):
+        raise AssertionError("a server was started")
+
+    monkeypatch.setattr(lifecycle, "serve_until_stopped", serve_until_stopped)
+
+
 @pytest.fixture
 def started(monkeypatch):
     """What `serve` would be started with; nothing is loaded."""

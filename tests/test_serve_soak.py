@@ -2,10 +2,10 @@
 
 How growth is measured: traffic stops after every fifth of the requests; once no row is taken and nothing waits,
 /metrics is scraped nine times and the median taken, of the resident memory (process_resident_memory_bytes, Linux) and
-of MLX's active memory (posttrainllm_memory_active_bytes). Growth is that after the last fifth by the least after any other. At
-rest nothing of it is a neighbour's prompt on its way in, so 5 % are far more than the noise of such a median: active
-memory at rest is weights, rows and kept prompts. Only a server that measures what its draft costs, once, in an idle
-moment, has caches more for a second or two; that is waited for.
+of MLX's active memory (posttrainllm_memory_active_bytes). Growth is that after the last fifth by the least after any
+other. At rest nothing of it is a neighbour's prompt on its way in, so 5 % are far more than the noise of such a
+median: active memory at rest is weights, rows and kept prompts. Only a server that measures what its draft costs,
+once, in an idle moment, has caches more for a second or two; that is waited for.
 """
 
 import json

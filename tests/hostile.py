@@ -86,11 +86,10 @@ def half_open(abuse: Abuse) -> None:
 
 
 def unread(abuse: Abuse) -> None:
-    """Asks for a long answer, and reads none of it."""
-    body = json.dumps({"prompt": "x", "max_tokens": 64, "logprobs": 20, "n": 2, "ignore_eos": True}).encode()
+    """Asks for two megabytes, and reads none of them."""
     with suppress(OSError), abuse.connection() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
-        connection.sendall(_HEAD + b"content-length: %d\r\n\r\n" % len(body) + body)
+        connection.sendall(b"GET /openapi.json HTTP/1.1\r\nhost: x\r\n\r\n" * 50)
         abuse.over.wait(2)
 
 

@@ -62,11 +62,11 @@ def usual_server(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ABUSES, ids=lambda kind: kind.__name__)
 def test_good_requests_are_answered_while_an_abuse_goes_on_in_4_threads(usual_server, kind):
-    alone, usual = measured(usual_server, 15)
+    alone, usual = measured(usual_server, 9)
     with going_on(usual_server, (kind,), threads=4) as counts:
-        during, beside = measured(usual_server, 15)
+        during, beside = measured(usual_server, 9)
     wait_for(lambda: is_free(usual_server), seconds=90)
-    after, later = measured(usual_server, 15)
+    after, later = measured(usual_server, 9)
     assert alone == during == after
     times = f"alone {usual * 1e3:.0f} ms, during {beside / usual:.2f} of it, after {later / usual:.2f}"
     print(f"{kind.__name__}: {sum(counts)} requests or connections; good requests {times}")

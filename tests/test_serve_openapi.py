@@ -1,6 +1,10 @@
 """A server's own description of its API: it is valid, and what it says is what is done (by schemathesis)."""
 
+import json
+
 import attrs
+import jsonschema
+import openapi_spec_validator
 import pytest
 import requests
 import schemathesis
@@ -8,6 +12,7 @@ from hypothesis import HealthCheck, settings
 from serving import ServerProcess, wait_for
 from test_ollama import SETTINGS
 
+from posttrainllm.adapters.serve.app import make_app
 from posttrainllm.adapters.serve.openapi import openapi
 
 KEY = "a key"
@@ -69,6 +74,95 @@ def check(case, server, session):
         error = response.json()["error"]
         param = error["param"] if isinstance(error, dict) else error.partition(":")[0]
         assert param in TOGETHER, (case.body, response.text)
+
+
+def test_a_server_gives_the_document_which_is_valid_and_names_every_route(server):
+    found = server.get("/openapi.json").json()
+    assert found == {**DOCUMENT, "info": {**DOCUMENT["info"], "version": server.get("/api/version").json()["version"]}}
+    openapi_spec_validator.validate(found)
+    routes = make_app(None, SETTINGS).routes
+    assert {route.path.replace(":path", "") for route in routes} == found["paths"].keys()
+    assert {method.lower() for route in routes for method in route.methods} == {"get", "post", "head"}
+    for route in routes:
+        operations = {method.lower() for method in route.methods - {"HEAD"}}
+        assert found["paths"][route.path.replace(":path", "")].keys() == operations
+
+
+def test_what_is_said_to_want_the_key_wants_it(server):
+    for path, operations in DOCUMENT["paths"].items():
+        for method, operation in operations.items():
+            status = requests.request(method, f"{server.url}{path}", json={}).status_code
+            assert (status == 401) == ("security" in operation), path
+
+
+def within(schema):
+    """A schema that may name the document's others."""
+    return {**schema, "components": DOCUMENT["components"]}
+
+
+def candidates(schema):
+    """Values that a schema names or ends at, and some of each of its types."""
+    found = [*schema.get("enum", []), *([schema["const"]] if "const" in schema else [])]
+    found += [value for part in schema.get("anyOf", []) for value in candidates(part)]
+    found += [schema[name] for name in ("minimum", "maximum", "default") if name in schema]
+    found += [[value] for value in (candidates(schema["items"]) if "items" in schema else [])]
+    found += ["x" * schema.get("minLength", 1), "x" * schema.get("maxLength", 1)]
+    return [*found, None, True, False, 0.5, 1, [], {}]
+
+
+def bounds(schema):
+    """Those of them that it allows, once each."""
+    validator = jsonschema.Draft202012Validator(within(schema))
+    return {json.dumps(value): value for value in candidates(schema) if validator.is_valid(value)}.values()
+
+
+FEW = {"options": {"num_predict": 1}}
+LEAST = {
+    "ChatRequest": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}),
+    "CompletionRequest": ("/v1/completions", {"prompt": "x", "max_tokens": 1}),
+    "OllamaChatRequest": ("/api/chat", {"model": "target-16m", "messages": [{"role": "user", "content": "x"}], **FEW}),
+    "OllamaGenerateRequest": ("/api/generate", {"model": "target-16m", "prompt": "x", **FEW}),
+}
+# what others have, and this server has not, or has elsewhere
+UNDOCUMENTED = ("reasoning_effort", "prediction", "audio", "best_off", "min_tokens", "guided_json", "keep_alive", "raw")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [*list(LEAST)[:3], pytest.param("OllamaGenerateRequest", marks=pytest.mark.slow)],  # nearly the one before
+)
+def test_every_documented_field_is_taken_at_its_bounds_and_no_other_is(server, name):
+    path, least = LEAST[name]
+    properties = DOCUMENT["components"]["schemas"][name]["properties"]
+    tried = 0
+    for field, schema in properties.items():
+        for value in bounds(schema):
+            response = server.post(path, {**least, field: value})
+            tried += 1
+            if response.status_code != 200:
+                error = response.json()["error"]
+                param = error["param"] if isinstance(error, dict) else error.partition(":")[0]
+                assert (response.status_code, param) == (400, field), response.text
+                assert field in TOGETHER, (field, value, response.text)
+    assert tried > 2 * len(properties)
+    if not name.startswith("Ollama"):  # which ignores what it does not know
+        others = {field for kind in LEAST for field in DOCUMENT["components"]["schemas"][kind]["properties"]}
+        for field in {*others, *UNDOCUMENTED} - properties.keys():
+            response = server.post(path, {**least, field: "x"})
+            assert (response.status_code, response.json()["error"]["param"]) == (400, field), response.text
+
+
+@pytest.mark.parametrize("name", LEAST)
+def test_every_part_of_a_stream_is_as_the_document_says(server, name):
+    path, least = LEAST[name]
+    content = DOCUMENT["paths"][path]["post"]["responses"]["200"]["content"]
+    (schema,) = (entry["x-item-schema"] for entry in content.values() if "x-item-schema" in entry)
+    many = {"ChatRequest": {"logprobs": True, "top_logprobs": 1}, "CompletionRequest": {"logprobs": 1, "echo": True}}
+    text = server.post(path, {**least, "stream": True, "temperature": 1, **many.get(name, {})}).text
+    lines = [line.removeprefix("data: ") for line in text.splitlines() if line and line != "data: [DONE]"]
+    assert len(lines) > 1
+    for line in lines:
+        jsonschema.validate(json.loads(line), within(schema))
 
 
 @short.parametrize()

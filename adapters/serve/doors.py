@@ -182,7 +182,7 @@ class _Connection(H11Protocol):
         """
         if self.conn.trailing_data[0]:  # a part of them did
             self._tell(ApiError(408, f"got no whole headers in {seconds:g} s", code="request_timeout"))
-        self.cut() if self.transport.get_write_buffer_size() else self.transport.close()
+        self.transport.close()
 
     def cut(self) -> None:
         """End it now; what was not sent is not."""

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from mlx.utils import tree_map
 from support import decode, without_draft
 
-from posttrainllm.adapters.cli import main
+from posttrainllm.adapters.cli import cli
 from posttrainllm.adapters.loading.checkpoint import read_checkpoint
 from posttrainllm.adapters.loading.families import family_forward, family_of
 from posttrainllm.adapters.loading.layer_caches import read_caches
@@ -280,7 +280,7 @@ def test_sample_emits_the_same_with_a_draft_and_without(name, tmp_path, quiet):
     common = ["--prompt", "def main():\n    return 1\n" * 6, "--max-tokens", "48", "--ignore-eos", "--json"]
     texts = []
     for options in (["--draft-model", str(draft), "--draft-k", "4"], ["--no-draft", "--plain-width", "5"]):
-        result = CliRunner().invoke(main, ["sample", str(target), *options, *common])
+        result = CliRunner().invoke(cli, ["sample", str(target), *options, *common])
         assert result.exit_code == 0, result.output
         texts.append(re.search(r'"token_ids": \[[^]]*\]', result.stdout)[0])
     assert texts[0] == texts[1]

@@ -124,8 +124,8 @@ def _window(module: "Module", index: int, count: int, cache: Any, name: str) -> 
         return int(cache.max_size)
     kept = f"{type(cache).__name__} with keep={cache.keep}" if type(cache) is RotatingKVCache else type(cache).__name__
     layers = getattr(module, "layers", ())
-    kind = f" (a {type(layers[index]).__name__})" if len(layers) == count else ""
+    where = f" in a {type(layers[index]).__name__}" if len(layers) == count else ""
     raise UnsupportedModelError(
-        f"{name}: layer {index}{kind} has the cache {kept}, expected keys and values by position: "
+        f"{name}: layer {index} has the cache {kept}{where}, expected keys and values by position: "
         "what it holds cannot be rewound when a proposal is refused"
     )

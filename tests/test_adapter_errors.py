@@ -7,6 +7,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from adapter_files import RANK, modules_of, save_mlx_lm, save_peft
+from serving import ServerProcess
 from support import save_tiny_llama
 from test_cli import invoke as invoke_words
 from test_fuzz import with_evil_values
@@ -341,3 +342,23 @@ def test_a_trace_with_an_adapter_of_no_model_is_refused(tmp_path):
     ):
         trace.write_text("\n".join([json.dumps(json.loads(first) | {field: value}), *others]))
         assert_one_line(invoke("replay", trace), 1, part)
+
+
+@pytest.mark.slow  # starts two servers
+def test_serve_answers_with_an_adapter_over_quantised_entries_and_another_fingerprint(tmp_path):
+    """The embedded pair, whose heads hold a group of 64; a prompt that is kept is used again."""
+    attention = dict.fromkeys(("q_proj", "v_proj"), (384, 384))
+    modules = {f"model.layers.{layer}.self_attn.{name}": attention[name] for layer in range(8) for name in attention}
+    changes = ("--adapter-path", save_mlx_lm(tmp_path / "lora", modules), "--kv-bits", 8)
+    prompt, prints = "def add(a, b):\n    return a\n" * 20, []
+    expected = json.loads(invoke("sample", "--prompt", prompt, "--max-tokens", 12, "--json", *changes).stdout)
+    for options in (changes, ()):
+        with ServerProcess(tmp_path, "--gate", "off", "--max-context", "256", *map(str, options)) as server:
+            asked = {"prompt": prompt, "max_tokens": 12, "temperature": 0}
+            answers = [server.post("/v1/completions", asked).json() for _ in range(2)]
+        prints.append(answers[0]["system_fingerprint"])
+        texts = {answer["choices"][0]["text"] for answer in answers}
+        assert (texts == {expected["text"]}) == bool(options)
+        assert len(texts) == 1
+        assert answers[1]["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    assert prints[0] != prints[1]

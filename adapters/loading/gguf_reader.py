@@ -141,7 +141,7 @@ def _blocks(raw: _Bytes, tensor: GgufTensor) -> tuple[_Bytes, npt.NDArray[np.flo
     scales = blocks["d"].astype(np.float16)
     if name == "Q4_1":
         return numbers, scales, blocks["m"].astype(np.float16)
-    with np.errstate(over="ignore"):  # no model's; a step that meets it says that its logits are not finite
+    with np.errstate(over="ignore", invalid="ignore"):  # no model's; a step that meets it says that its logits are not finite
         return numbers, scales, -np.float16(_CENTRE[name]) * scales
 
 

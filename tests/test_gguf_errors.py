@@ -145,7 +145,7 @@ def test_a_tensor_that_cannot_be(changes, said, path):
 
 
 def test_tensors_that_overlap_or_lie_behind_the_end(path):
-    assert 'overlaps another: got byte' in refused(path, changed(offset=0))
+    assert "overlaps another: got byte" in refused(path, changed(offset=0))
     said = refused(path, changed(offset=2**62))
     assert said.startswith("truncated: got ")
     assert said.endswith('for the tensor "blk.0.attn_q.weight"')
@@ -245,7 +245,12 @@ def test_more_layers_than_there_are_tensors(path):
             CheckpointError,
             f"got an array of {len(TOKENS) - 1} numbers, expected {len(TOKENS)} whole numbers",
         ),
-        ("eos_token_id", item(U32, len(TOKENS)), CheckpointError, f"got {len(TOKENS)}, expected an id below {len(TOKENS)}"),
+        (
+            "eos_token_id",
+            item(U32, len(TOKENS)),
+            CheckpointError,
+            f"got {len(TOKENS)}, expected an id below {len(TOKENS)}",
+        ),
         ("merges", None, CheckpointError, "got nothing, expected a list of texts"),
         (
             "merges",
@@ -281,7 +286,9 @@ def test_words_that_are_not_known_are_named(name, path):
     save_gguf(path, extra={"tokenizer.ggml.pre": None if name is None else item(TEXT, name)})
     got = "nothing" if name is None else f'"{name}"'
     said = said_of_loading(path, UnsupportedModelError)
-    assert said.startswith(f"tokenizer.ggml.pre: got {got}, expected one of command-r, deepseek-r1-qwen, default, gpt-2,")
+    assert said.startswith(
+        f"tokenizer.ggml.pre: got {got}, expected one of command-r, deepseek-r1-qwen, default, gpt-2,"
+    )
 
 
 def test_a_template_that_is_no_text(path):

@@ -17,12 +17,31 @@ GOOD = file_bytes(ENTRIES, STORED)
 END = len(GOOD) - sum(len(raw) + -len(raw) % 32 for _, _, raw, _ in STORED.values())
 KEYS = (
     *("general.type", "general.alignment", "split.count", "llama.expert_count", "llama.attention.sliding_window"),
-    *("llama.rope.dimension_count", "llama.rope.scaling.type", "llama.rope.scaling.factor", "llama.attention.key_length"),
+    *(
+        "llama.rope.dimension_count",
+        "llama.rope.scaling.type",
+        "llama.rope.scaling.factor",
+        "llama.attention.key_length",
+    ),
     *("llama.logit_scale", "tokenizer.ggml.add_eos_token", "tokenizer.ggml.scores", "tokenizer.ggml.eot_token_id"),
 )
 NUMBERS = (0, 1, 2, 3, 5, 7, 8, 16, 31, 32, 64, 256, 270, 2**31 - 1, 2**31, 2**32 - 1)
 FLOATS = (0.0, -1.0, 1e-5, 1.0, 4.0, 1e30, float("inf"), float("nan"))
-TEXTS = ("", "model", "llama", "qwen2", "qwen3", "gpt2", "smollm", "default", "qwen2 ", "linear", "yarn", "x" * 3000, "\0\n")
+TEXTS = (
+    "",
+    "model",
+    "llama",
+    "qwen2",
+    "qwen3",
+    "gpt2",
+    "smollm",
+    "default",
+    "qwen2 ",
+    "linear",
+    "yarn",
+    "x" * 3000,
+    "\0\n",
+)
 
 
 def evil_item(generator) -> bytes:

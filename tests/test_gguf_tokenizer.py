@@ -216,7 +216,7 @@ def test_sentence_pieces_scores_give_its_own_ids(sentence_piece, path):
 def test_sentence_piece_without_scores_is_refused(sentence_piece, path):
     from posttrainllm.kernel.errors import CheckpointError, UnsupportedModelError
 
-    with pytest.raises(CheckpointError, match="tokenizer.ggml.scores: got an array of 2 numbers, expected 420 floats"):
+    with pytest.raises(CheckpointError, match="scores: got an array of 2 numbers, expected 420 floats"):
         write_sentence_piece(path, sentence_piece, scores=item(ARRAY, [1.0, 2.0], F32))
     with pytest.raises(UnsupportedModelError, match="remove_extra_whitespaces: got true, expected false"):
         write_sentence_piece(path, sentence_piece, remove_extra_whitespaces=item(BOOL, True))

@@ -1,7 +1,7 @@
 """What the metadata of a GGUF file says of its model, as a config in Hugging Face / mlx-lm layout.
 
-Llama (and Mistral, which has its name), Qwen2 and Qwen3. A key of the architecture that is not known here may change what is
-computed, and is refused.
+Llama (and Mistral, which has its name), Qwen2 and Qwen3. A key of the architecture that is not known here may change
+what is computed, and is refused.
 """
 
 from collections.abc import Mapping

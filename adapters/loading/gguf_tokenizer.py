@@ -5,10 +5,12 @@ SentencePiece's BPE, whose merges are the order of its scores. gguf_words.py has
 """
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import tokenizers
 
 from posttrainllm.adapters.loading.fast_tokenizer import FastBackend
@@ -33,6 +35,7 @@ _ENDS = frozenset(
     }
 )
 _SPACE = "▁"
+_Kinds = npt.NDArray[np.integer[Any]]
 
 
 def text_ids(header: GgufHeader, rows: int) -> dict[str, Any]:
@@ -94,9 +97,7 @@ def tokenizer_json(header: GgufHeader) -> dict[str, Any]:
     """
     tokens, kinds = _tokens(header)
     # rows that fill a matrix up; the tokenizer that the file was made of has no such tokens
-    filler = {
-        index for index, token in enumerate(tokens) if kinds[index] == _UNUSED and token == f"[PAD{index}]"
-    }
+    filler = {index for index, token in enumerate(tokens) if kinds[index] == _UNUSED and token == f"[PAD{index}]"}
     vocabulary = {token: index for index, token in enumerate(tokens) if index not in filler}
     kind = header.metadata.get(f"{_KEY}model")
     if kind == "gpt2":
@@ -142,7 +143,7 @@ def _byte_level(header: GgufHeader, vocabulary: Mapping[str, int]) -> tuple[dict
     return parts, words.add_bos
 
 
-def _sentence_piece(header: GgufHeader, tokens: Sequence[str], kinds: np.ndarray) -> dict[str, Any]:  # type: ignore[type-arg] # of any integers
+def _sentence_piece(header: GgufHeader, tokens: Sequence[str], kinds: _Kinds) -> dict[str, Any]:
     if _flag(header, "remove_extra_whitespaces", default=False):
         raise UnsupportedModelError(
             f"{header.path}: {_KEY}remove_extra_whitespaces: got true, expected false: it is not implemented"
@@ -203,14 +204,13 @@ def _frame(header: GgufHeader, tokens: Sequence[str], *, starts: bool) -> dict[s
     }
 
 
-def _tokens(header: GgufHeader) -> tuple[list[str], Any]:
+def _tokens(header: GgufHeader) -> tuple[list[str], _Kinds]:
     """Pieces and their kinds; no piece twice."""
     tokens = header.metadata.get(f"{_KEY}tokens")
     if not isinstance(tokens, list) or len(tokens) < 2:
         raise CheckpointError(f"{header.path}: {_KEY}tokens: got {shown_value(tokens)}, expected a list of texts")
     if len(set(tokens)) != len(tokens):
-        seen: set[str] = set()
-        twice = next(token for token in tokens if token in seen or seen.add(token))  # type: ignore[func-returns-value] # None goes on
+        twice = next(token for token, count in Counter(tokens).items() if count > 1)
         raise CheckpointError(f"{header.path}: {_KEY}tokens: got {shown(twice)} twice, expected it once")
     kinds = header.metadata.get(f"{_KEY}token_type")
     if kinds is None:

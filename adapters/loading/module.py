@@ -130,7 +130,7 @@ def load_module(checkpoint: Checkpoint, dtype: str) -> "Module":
 
 def _gguf_module(model: GgufModel, dtype: str) -> "Module":
     """What mlx-lm's loader makes of a directory, of a file's tensors."""
-    from mlx import nn
+    from mlx.nn.layers.quantized import quantize
     from mlx_lm.utils import _get_classes
 
     model_class, arguments = _get_classes(model.config)
@@ -138,7 +138,7 @@ def _gguf_module(model: GgufModel, dtype: str) -> "Module":
     arrays = dict(gguf_arrays(model, dtype))
     packing = model.config.get("quantization")
     if packing is not None:
-        nn.quantize(
+        quantize(
             module,
             group_size=packing["group_size"],
             bits=packing["bits"],

@@ -12,7 +12,9 @@ import attrs
 
 from posttrainllm.adapters.loading.gguf_config import gguf_config
 from posttrainllm.adapters.loading.gguf_header import GgufHeader, GgufTensor, read_gguf_header
+from posttrainllm.adapters.loading.gguf_rope import llama3_scaling
 from posttrainllm.adapters.loading.gguf_types import DENSE, PACKED
+from posttrainllm.adapters.loading.gguf_vocabulary import text_ids
 from posttrainllm.adapters.loading.tinygpt_layout import shown
 from posttrainllm.kernel.errors import CheckpointError, UnsupportedModelError
 
@@ -97,9 +99,6 @@ def read_gguf(path: Path, *, packed: bool = True) -> GgufModel:
         CheckpointError: the file is torn or contradicts itself; with got and expected.
         UnsupportedModelError: it asks for what is not implemented; that is named.
     """
-    from posttrainllm.adapters.loading.gguf_rope import llama3_scaling
-    from posttrainllm.adapters.loading.gguf_tokenizer import text_ids
-
     header = read_gguf_header(path)
     config = gguf_config(header)
     expected = _expected(header, config)

@@ -9,8 +9,7 @@ import mlx.core as mx
 from mlx.utils import tree_reduce
 
 from posttrainllm.adapters.loading.checkpoint import Checkpoint
-from posttrainllm.adapters.loading.gguf_model import GgufModel
-from posttrainllm.adapters.loading.gguf_reader import gguf_arrays
+from posttrainllm.adapters.loading.gguf_module import gguf_module
 from posttrainllm.adapters.loading.llama_config import lifted_rope
 from posttrainllm.kernel.cache import CacheView
 from posttrainllm.kernel.compiled import compile_prefill
@@ -117,7 +116,7 @@ def load_module(checkpoint: Checkpoint, dtype: str) -> "Module":
     try:
         module: Module
         if checkpoint.gguf is not None:
-            module = _gguf_module(checkpoint.gguf, dtype)
+            module = gguf_module(checkpoint.gguf, dtype)
         else:
             module = load_model(checkpoint.path, lazy=True, model_config=lifted_rope(checkpoint.config))[0]
     except Exception as error:  # whatever an architecture makes of a config that it does not expect
@@ -125,26 +124,6 @@ def load_module(checkpoint: Checkpoint, dtype: str) -> "Module":
     module.set_dtype(getattr(mx, dtype))
     module.eval()
     mx.eval(module.parameters())  # type: ignore[no-untyped-call] # as MLX declares it
-    return module
-
-
-def _gguf_module(model: GgufModel, dtype: str) -> "Module":
-    """What mlx-lm's loader makes of a directory, of a file's tensors."""
-    from mlx.nn.layers.quantized import quantize
-    from mlx_lm.utils import _get_classes
-
-    model_class, arguments = _get_classes(model.config)
-    module: Module = model_class(arguments.from_dict(model.config))
-    arrays = dict(gguf_arrays(model, dtype))
-    packing = model.config.get("quantization")
-    if packing is not None:
-        quantize(
-            module,
-            group_size=packing["group_size"],
-            bits=packing["bits"],
-            class_predicate=lambda path, _: packing.get(path, f"{path}.scales" in arrays),
-        )
-    module.load_weights(list(arrays.items()))
     return module
 
 

@@ -1,4 +1,4 @@
-"""GGUF files built byte by byte from the format's specification, and their models in numpy; nothing here is the reader's.
+"""GGUF files built byte by byte from the format's page, and their models in numpy; nothing here is the reader's.
 
 Weights of packed types are drawn as blocks, so that the floats they stand for follow from the format alone.
 """
@@ -16,7 +16,8 @@ SIZES = {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "mlp": 96, "conte
 MERGES = ["h e", "l l", "he ll", "hell o", "Ġ w", "o r", "Ġw or", "l d", "Ġwor ld", "i n", "Ġ Ġ"]
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{{ '<|im_start|>assistant\n' }}"
 )
 
 
@@ -139,7 +140,12 @@ def drawn_q6_k(shape, generator, scale) -> tuple[bytes, np.ndarray]:
 
 
 def tensors(
-    family: str = "llama", sizes: dict | None = None, *, kind: str = "F32", kinds: dict | None = None, seed: int = 1,
+    family: str = "llama",
+    sizes: dict | None = None,
+    *,
+    kind: str = "F32",
+    kinds: dict | None = None,
+    seed: int = 1,
     tied: bool = True,
 ) -> dict[str, tuple[str, tuple[int, ...], bytes, np.ndarray]]:
     """Kind, shape, bytes and floats by name; `kinds` are those of single names or of what a name ends with."""
@@ -178,8 +184,14 @@ def tensors(
 
 
 def file_bytes(
-    entries: dict[str, bytes], stored: dict[str, tuple], *, version: int = 3, magic: bytes = b"GGUF", alignment: int = 32,
-    counts: tuple[int, int] | None = None, offsets: dict[str, int] | None = None,
+    entries: dict[str, bytes],
+    stored: dict[str, tuple],
+    *,
+    version: int = 3,
+    magic: bytes = b"GGUF",
+    alignment: int = 32,
+    counts: tuple[int, int] | None = None,
+    offsets: dict[str, int] | None = None,
 ) -> bytes:
     """Header and tensors, each tensor at a multiple of the alignment."""
     tensor_count, entry_count = counts or (len(stored), len(entries))

@@ -139,8 +139,8 @@ def _described_gguf(model: GgufModel) -> Checkpoint:
     path, foreign, floats = model.header.path, model.foreign, model.float_bytes
     if foreign is not None:
         raise UnsupportedModelError(
-            f"{path}: {foreign.name} is {foreign.type.name}: got a type that MLX does not read, expected F32, F16, BF16, "
-            "Q4_0, Q4_1 or Q8_0; `posttrainllm convert` makes a directory of it"
+            f"{path}: {foreign.name} is {foreign.type.name}: got a type that MLX does not read, expected F32, F16, "
+            "BF16, Q4_0, Q4_1 or Q8_0; `posttrainllm convert` makes a directory of it"
         )
     return Checkpoint(
         path=path,

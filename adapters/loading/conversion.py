@@ -39,7 +39,9 @@ def first_layers(model: GgufModel, layers: int) -> GgufModel:
     config = cut_config(model.header.path, model.config, set(model.parts), layers)
     packing = config.get("quantization")
     if packing is not None:
-        config["quantization"] = {name: value for name, value in packing.items() if (layer_of(f"{name}.") or 0) < layers}
+        config["quantization"] = {
+            name: value for name, value in packing.items() if (layer_of(f"{name}.") or 0) < layers
+        }
     return attrs.evolve(
         model,
         config=config,

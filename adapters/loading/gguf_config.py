@@ -1,7 +1,7 @@
 """What the metadata of a GGUF file says of its model, as a config in Hugging Face / mlx-lm layout.
 
-Llama (and Mistral, which has its name), Qwen2 and Qwen3. A key of the architecture that is not known here may change what is
-computed, and is refused.
+Llama (and Mistral, which has its name), Qwen2 and Qwen3. A key of the architecture that is not known here may change
+what is computed, and is refused.
 """
 
 from collections.abc import Mapping
@@ -103,24 +103,29 @@ def whole_number(header: GgufHeader, key: str, *, least: int, default: int | Non
 
 
 def _family(header: GgufHeader) -> str:
-    metadata, path = header.metadata, header.path
-    family = metadata.get("general.architecture")
-    if not isinstance(family, str):
-        raise CheckpointError(f"{path}: general.architecture: got {shown_value(family)}, expected a text")
+    path = header.path
+    family = _text(header, "general.architecture", None)
     if family not in FAMILIES:
         raise UnsupportedModelError(
             f"{path}: general.architecture: got {shown_value(family)}, expected one of {', '.join(FAMILIES)}"
         )
-    kind = metadata.get("general.type", "model")
+    kind = _text(header, "general.type", "model")
     if kind != "model":
         raise UnsupportedModelError(f"{path}: general.type: got {shown_value(kind)}, expected model")
-    parts = metadata.get("split.count", 0)
-    if parts not in (0, 1):
+    parts = whole_number(header, "split.count", least=0, default=0)
+    if parts > 1:
         raise UnsupportedModelError(
-            f"{path}: split.count: got one of {shown_value(parts)} parts, expected a whole model "
+            f"{path}: split.count: got one of {parts} parts, expected a whole model "
             "(`llama-gguf-split --merge` makes one)"
         )
     return family
+
+
+def _text(header: GgufHeader, key: str, default: str | None) -> str:
+    value = header.metadata.get(key, default)
+    if not isinstance(value, str):
+        raise CheckpointError(f"{header.path}: {key}: got {shown_value(value)}, expected a text")
+    return value
 
 
 def _check_known(header: GgufHeader, family: str) -> None:
@@ -177,7 +182,7 @@ def _rope(header: GgufHeader, key: str, head_size: int) -> dict[str, Any]:
     if theta <= 0:
         raise CheckpointError(f"{header.path}: {key}rope.freq_base: got {theta}, expected more than 0")
     found: dict[str, Any] = {"rope_theta": theta}
-    kind = header.metadata.get(f"{key}rope.scaling.type", "none")
+    kind = _text(header, f"{key}rope.scaling.type", "none")
     if f"{key}rope.scale_linear" in header.metadata:  # how it was written before there were types
         kind, factor = "linear", _float(header, f"{key}rope.scale_linear")
     else:

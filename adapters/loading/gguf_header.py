@@ -137,14 +137,13 @@ def _tensor(path: Path, reader: ValueReader) -> GgufTensor:
         raise CheckpointError(f"{path}: {shown(name)}: type: got {number}, expected one that is known here")
     if shape[-1] % found.block:
         raise CheckpointError(
-            f"{path}: {shown(name)}: got rows of {shape[-1]}, expected a multiple of {found.block}, a block of {found.name}"
+            f"{path}: {shown(name)}: got rows of {shape[-1]}, expected a multiple of {found.block}, "
+            f"a block of {found.name}"
         )
     return GgufTensor(name=name, shape=shape, type=found, offset=reader.number("Q", f"the offset of {shown(name)}"))
 
 
-def _placed(
-    path: Path, stated: list[GgufTensor], start: int, alignment: int, size: int
-) -> dict[str, GgufTensor]:
+def _placed(path: Path, stated: list[GgufTensor], start: int, alignment: int, size: int) -> dict[str, GgufTensor]:
     """The tensors by name with their places in the file, no two of which share a byte."""
     found: dict[str, GgufTensor] = {}
     for tensor in stated:

@@ -36,7 +36,8 @@ def stated_merges(header: GgufHeader, vocabulary: Mapping[str, int]) -> list[lis
         left, _, right = merge.partition(" ")
         if not (left and right) or not (left in vocabulary and right in vocabulary and left + right in vocabulary):
             raise CheckpointError(
-                f"{header.path}: {_MERGES}: got {shown(merge)}, expected two pieces that make a third, all of them tokens"
+                f"{header.path}: {_MERGES}: got {shown(merge)}, expected two pieces that make a third, all of them "
+                "tokens"
             )
         found.append([left, right])
     return found
@@ -66,7 +67,8 @@ def scored_merges(header: GgufHeader, tokens: Sequence[str], *, normal: Collecti
     longest = max(map(len, tokens))
     if longest > _LONGEST_PIECE:
         raise CheckpointError(
-            f"{header.path}: tokenizer.ggml.tokens: got a piece of {longest} characters, expected {_LONGEST_PIECE} at most"
+            f"{header.path}: tokenizer.ggml.tokens: got a piece of {longest} characters, expected {_LONGEST_PIECE} "
+            "at most"
         )
     ids = {tokens[index]: index for index in normal}
     found = []

@@ -12,7 +12,9 @@ import attrs
 
 from posttrainllm.adapters.loading.gguf_config import gguf_config
 from posttrainllm.adapters.loading.gguf_header import GgufHeader, GgufTensor, read_gguf_header
+from posttrainllm.adapters.loading.gguf_rope import llama3_scaling
 from posttrainllm.adapters.loading.gguf_types import DENSE, PACKED
+from posttrainllm.adapters.loading.gguf_vocabulary import text_ids
 from posttrainllm.adapters.loading.tinygpt_layout import shown
 from posttrainllm.kernel.errors import CheckpointError, UnsupportedModelError
 
@@ -32,6 +34,7 @@ _LINEARS = {
 }
 _FUSED = (("attn_q", "attn_k", "attn_v"), ("ffn_gate", "ffn_up"))  # products over the same input
 _NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+_Table = dict[str, tuple[str, tuple[int, ...], int]]
 _HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 
 
@@ -96,9 +99,6 @@ def read_gguf(path: Path, *, packed: bool = True) -> GgufModel:
         CheckpointError: the file is torn or contradicts itself; with got and expected.
         UnsupportedModelError: it asks for what is not implemented; that is named.
     """
-    from posttrainllm.adapters.loading.gguf_rope import llama3_scaling
-    from posttrainllm.adapters.loading.gguf_tokenizer import text_ids
-
     header = read_gguf_header(path)
     config = gguf_config(header)
     expected = _expected(header, config)
@@ -115,7 +115,7 @@ def read_gguf(path: Path, *, packed: bool = True) -> GgufModel:
     return GgufModel(header=header, config=config, parts=parts)
 
 
-def _expected(header: GgufHeader, config: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, ...], int]]:
+def _expected(header: GgufHeader, config: Mapping[str, Any]) -> _Table:
     """Every tensor of a model by its name in the file: name in mlx-lm, shape, heads to be put in order."""
     hidden, mlp, size = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     heads, kv_heads, rows = config["num_attention_heads"], config["num_key_value_heads"], config["vocab_size"]
@@ -132,7 +132,7 @@ def _expected(header: GgufHeader, config: Mapping[str, Any]) -> dict[str, tuple[
         "ffn_up": (mlp, hidden),
         "ffn_down": (hidden, mlp),
     }
-    found = {"token_embd.weight": ("model.embed_tokens.weight", (rows, hidden), 0)}
+    found: _Table = {"token_embd.weight": ("model.embed_tokens.weight", (rows, hidden), 0)}
     for index in range(layers):
         here, there = f"blk.{index}.", f"model.layers.{index}."
         for name, module in _LINEARS.items():
@@ -149,7 +149,7 @@ def _expected(header: GgufHeader, config: Mapping[str, Any]) -> dict[str, tuple[
     return found
 
 
-def _check(header: GgufHeader, expected: Mapping[str, tuple[str, tuple[int, ...], int]]) -> None:
+def _check(header: GgufHeader, expected: _Table) -> None:
     """These tensors, in these shapes, and no other ones."""
     path = header.path
     for name, (_, shape, _) in expected.items():
@@ -176,13 +176,11 @@ def _packed(parts: Mapping[str, GgufPart]) -> dict[str, GgufPart]:
         prefix, _, module = name.removesuffix(".weight").rpartition(".")
         fused = next((group[0] for group in _FUSED if module in [_LINEARS[one].split(".")[1] for one in group]), module)
         groups.setdefault(f"{prefix}.{fused}", []).append(name)
-    found = {}
+    found: dict[str, GgufPart] = {}
     for names in groups.values():
         bits = [PACKED.get(parts[name].stored.type.name, 0) for name in names if name.endswith(".weight")]
         if bits and all(bits):
-            found |= {
-                name: attrs.evolve(parts[name], bits=max(bits)) for name in names if name.endswith(".weight")
-            }
+            found |= {name: attrs.evolve(parts[name], bits=max(bits)) for name in names if name.endswith(".weight")}
     return found
 
 

@@ -1,10 +1,12 @@
 """The weights of a GGUF file, read through a memory map, one tensor at a time.
 
-What MLX computes with as it is stays packed, with the bits that the file has: its blocks of 32 are MLX's groups. Everything
-else becomes floats.
+What MLX computes with as it is stays packed, with the bits that the file has: its blocks of 32 are MLX's groups.
+Everything else becomes floats.
 """
 
+import importlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -18,7 +20,7 @@ from posttrainllm.kernel.errors import UnsupportedModelError
 __all__ = ["dequantizer", "gguf_arrays"]
 
 _Bytes = npt.NDArray[np.uint8]
-_Floats = npt.NDArray[np.floating]
+_Array = npt.NDArray[Any]
 _HALF = GROUP_SIZE // 2
 # a block begins with its scale d, and d's offset m where it has one; then come the weights
 _BLOCKS = {
@@ -27,7 +29,7 @@ _BLOCKS = {
     "Q8_0": np.dtype([("d", "<f2"), ("q", "u1", GROUP_SIZE)]),
 }
 _CENTRE = {"Q4_0": 8, "Q8_0": 128}  # what the stored number has more than the weight it stands for
-_Dequantize = Callable[[_Bytes, GgufTensor], _Floats]
+_Dequantize = Callable[[_Bytes, GgufTensor], _Array]
 
 
 def gguf_arrays(model: GgufModel, dtype: str | None = None) -> Iterator[tuple[str, mx.array]]:
@@ -79,18 +81,18 @@ def dequantizer(model: GgufModel, foreign: GgufTensor) -> _Dequantize:
         UnsupportedModelError: the package is not installed, or does not know the type of a tensor.
     """
     try:
-        from gguf.constants import GGMLQuantizationType as Kind
-        from gguf.quants import dequantize
+        kinds = importlib.import_module("gguf.constants").GGMLQuantizationType
+        dequantize = importlib.import_module("gguf.quants").dequantize
     except ImportError:
         raise UnsupportedModelError(
             f"{model.header.path}: {foreign.name} is {foreign.type.name}, which the package gguf turns into floats: "
             "got none, expected `pip install 'posttrainllm[gguf]'`"
         ) from None
 
-    def floats(raw: _Bytes, tensor: GgufTensor) -> _Floats:
+    def floats(raw: _Bytes, tensor: GgufTensor) -> _Array:
         rows = np.ascontiguousarray(raw).reshape(*tensor.shape[:-1], -1)
         try:
-            found: _Floats = dequantize(rows, Kind[tensor.type.name])
+            found: _Array = dequantize(rows, kinds[tensor.type.name])
         except (KeyError, NotImplementedError):
             raise UnsupportedModelError(
                 f"{model.header.path}: {tensor.name} is {tensor.type.name}, which cannot be turned into floats"
@@ -118,34 +120,35 @@ def _dense(raw: _Bytes, part: GgufPart, dequantize: _Dequantize | None) -> mx.ar
     return mx.array(_ordered(floats.reshape(tensor.shape), part.heads))
 
 
-def _packed_arrays(raw: _Bytes, part: GgufPart) -> dict[str, npt.NDArray[np.generic]]:
+def _packed_arrays(raw: _Bytes, part: GgufPart) -> dict[str, _Array]:
     """A matrix in MLX's affine packing: w = scale * q + bias, q from the lowest bits of a word upwards."""
     weights, scales, biases = _blocks(raw, part.stored)
     if part.bits == 4:
-        weights = weights[..., 0::2] | (weights[..., 1::2] << 4)
+        weights = weights[..., 0::2] | (weights[..., 1::2] << np.uint8(4))
     rows = part.stored.shape[0]
     words = np.ascontiguousarray(weights).view("<u4").reshape(rows, -1)
     found = {"weight": words, "scales": scales.reshape(rows, -1), "biases": biases.reshape(rows, -1)}
     return {name: _ordered(array, part.heads) for name, array in found.items()}
 
 
-def _blocks(raw: _Bytes, tensor: GgufTensor) -> tuple[_Bytes, npt.NDArray[np.float16], npt.NDArray[np.float16]]:
+def _blocks(raw: _Bytes, tensor: GgufTensor) -> tuple[_Array, _Array, _Array]:
     """Numbers from 0 up [blocks, 32], scales and biases [blocks], of a packed type."""
     name = tensor.type.name
     blocks = np.frombuffer(raw, dtype=_BLOCKS[name])
-    numbers = blocks["q"]
+    stored: _Array = blocks["q"]
+    scales: _Array = blocks["d"].astype(np.float16)
     if name == "Q8_0":
-        numbers = numbers ^ 0x80  # from signed to a distance above -128
+        numbers: _Array = stored ^ np.uint8(0x80)  # from signed to a distance above -128
     else:  # the first half of a block lies in the low bits
-        numbers = np.concatenate([numbers & 15, numbers >> 4], axis=-1)
-    scales = blocks["d"].astype(np.float16)
+        numbers = np.concatenate([stored & np.uint8(15), stored >> np.uint8(4)], axis=-1)
     if name == "Q4_1":
         return numbers, scales, blocks["m"].astype(np.float16)
-    with np.errstate(over="ignore"):  # no model's; a step that meets it says that its logits are not finite
+    # beyond float16 there is no model's scale; a step that meets one says that its logits are not finite
+    with np.errstate(over="ignore", invalid="ignore"):
         return numbers, scales, -np.float16(_CENTRE[name]) * scales
 
 
-def _ordered(array: npt.NDArray[np.generic], heads: int) -> npt.NDArray[np.generic]:
+def _ordered(array: _Array, heads: int) -> _Array:
     """Rows of a head from pairs of neighbours to two halves, as everybody but llama.cpp's `llama` has them."""
     if not heads:
         return np.ascontiguousarray(array)

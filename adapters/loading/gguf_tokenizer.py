@@ -8,53 +8,21 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import tokenizers
 
 from posttrainllm.adapters.loading.fast_tokenizer import FastBackend
-from posttrainllm.adapters.loading.gguf_config import whole_number
 from posttrainllm.adapters.loading.gguf_header import GgufHeader
 from posttrainllm.adapters.loading.gguf_merges import scored_merges, stated_merges
 from posttrainllm.adapters.loading.gguf_values import shown_value
+from posttrainllm.adapters.loading.gguf_vocabulary import CONTROL, KEY, Kinds, read_flag, read_tokens, token_id
 from posttrainllm.adapters.loading.gguf_words import words_of
-from posttrainllm.adapters.loading.tinygpt_layout import shown
 from posttrainllm.kernel.errors import CheckpointError, UnsupportedModelError
 
-__all__ = ["gguf_backend", "text_ids", "tokenizer_json"]
+__all__ = ["gguf_backend", "tokenizer_json"]
 
-_KEY = "tokenizer.ggml."
-_NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = range(1, 7)
 _NAMED = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
-# control tokens that end a reply beside the eos token: the file names one of them at most, as llama.cpp knows
-_ENDS = frozenset(
-    {
-        *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<end_of_turn>"),
-        *("<|end_of_turn|>", "<EOT>", "</s>"),
-    }
-)
+_NORMAL, _UNKNOWN, _USER, _UNUSED = 1, 2, 4, 5  # kinds of tokens, beside CONTROL
 _SPACE = "▁"
-
-
-def text_ids(header: GgufHeader, rows: int) -> dict[str, Any]:
-    """Ids that begin and end a text, for config.json.
-
-    Args:
-        header: of the file.
-        rows: of the embedding.
-
-    Returns:
-        `bos_token_id` and `eos_token_id`, the second a list; None of what there is not.
-
-    Raises:
-        CheckpointError: the vocabulary is missing, or does not fit; with got and expected.
-    """
-    tokens, kinds = _tokens(header)
-    if len(tokens) > rows:
-        raise CheckpointError(f"{header.path}: {_KEY}tokens: got {len(tokens)}, expected {rows} at most, one a row")
-    named = {name: _id(header, f"{name}_token_id", len(tokens)) for name in ("bos", "eos", "eot", "eom")}
-    ends = {named[name] for name in ("eos", "eot", "eom")} - {None}
-    ends |= {index for index, token in enumerate(tokens) if kinds[index] == _CONTROL and token in _ENDS}
-    return {"bos_token_id": named["bos"], "eos_token_id": sorted(ends) or None}
 
 
 def gguf_backend(header: GgufHeader) -> FastBackend:
@@ -70,8 +38,8 @@ def gguf_backend(header: GgufHeader) -> FastBackend:
         CheckpointError: the metadata contradict themselves; with got and expected.
         UnsupportedModelError: the tokenizer is one that is not built here; it is named.
     """
-    tokens, _ = _tokens(header)
-    ids = {name: _id(header, f"{key}_token_id", len(tokens)) for key, name in _NAMED.items()}
+    tokens, _ = read_tokens(header)
+    ids = {name: token_id(header, f"{key}_token_id", len(tokens)) for key, name in _NAMED.items()}
     return FastBackend(
         core=tokenizers.Tokenizer.from_str(json.dumps(tokenizer_json(header))),
         special_tokens={name: tokens[index] for name, index in ids.items() if index is not None},
@@ -92,19 +60,17 @@ def tokenizer_json(header: GgufHeader) -> dict[str, Any]:
         CheckpointError: the metadata contradict themselves; with got and expected.
         UnsupportedModelError: the tokenizer is one that is not built here; it is named.
     """
-    tokens, kinds = _tokens(header)
+    tokens, kinds = read_tokens(header)
     # rows that fill a matrix up; the tokenizer that the file was made of has no such tokens
-    filler = {
-        index for index, token in enumerate(tokens) if kinds[index] == _UNUSED and token == f"[PAD{index}]"
-    }
+    filler = {index for index, token in enumerate(tokens) if kinds[index] == _UNUSED and token == f"[PAD{index}]"}
     vocabulary = {token: index for index, token in enumerate(tokens) if index not in filler}
-    kind = header.metadata.get(f"{_KEY}model")
+    kind = header.metadata.get(f"{KEY}model")
     if kind == "gpt2":
         parts, starts = _byte_level(header, vocabulary)
     elif kind == "llama":
         parts, starts = _sentence_piece(header, tokens, kinds), True
     else:
-        raise UnsupportedModelError(f"{header.path}: {_KEY}model: got {shown_value(kind)}, expected gpt2 or llama")
+        raise UnsupportedModelError(f"{header.path}: {KEY}model: got {shown_value(kind)}, expected gpt2 or llama")
     return {
         "version": "1.0",
         "truncation": None,
@@ -115,7 +81,7 @@ def tokenizer_json(header: GgufHeader) -> dict[str, Any]:
                 **{"normalized": False, "special": int(kinds[index]) != _USER},
             }
             for index, token in enumerate(tokens)
-            if kinds[index] in (_UNKNOWN, _CONTROL, _USER) and token
+            if kinds[index] in (_UNKNOWN, CONTROL, _USER) and token
         ],
         **parts,
         "post_processor": _frame(header, tokens, starts=starts),
@@ -142,13 +108,13 @@ def _byte_level(header: GgufHeader, vocabulary: Mapping[str, int]) -> tuple[dict
     return parts, words.add_bos
 
 
-def _sentence_piece(header: GgufHeader, tokens: Sequence[str], kinds: np.ndarray) -> dict[str, Any]:  # type: ignore[type-arg] # of any integers
-    if _flag(header, "remove_extra_whitespaces", default=False):
+def _sentence_piece(header: GgufHeader, tokens: Sequence[str], kinds: Kinds) -> dict[str, Any]:
+    if read_flag(header, "remove_extra_whitespaces", default=False):
         raise UnsupportedModelError(
-            f"{header.path}: {_KEY}remove_extra_whitespaces: got true, expected false: it is not implemented"
+            f"{header.path}: {KEY}remove_extra_whitespaces: got true, expected false: it is not implemented"
         )
-    prefixed = _flag(header, "add_space_prefix", default=True)
-    unknown = _id(header, "unknown_token_id", len(tokens))
+    prefixed = read_flag(header, "add_space_prefix", default=True)
+    unknown = token_id(header, "unknown_token_id", len(tokens))
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
     back = {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}
     strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefixed else []
@@ -175,12 +141,12 @@ def _frame(header: GgufHeader, tokens: Sequence[str], *, starts: bool) -> dict[s
     """What stands around a text."""
     around: dict[str, list[int]] = {"bos": [], "eos": []}
     for name, default in (("bos", starts), ("eos", False)):
-        if _flag(header, f"add_{name}_token", default=default):
-            index = _id(header, f"{name}_token_id", len(tokens))
+        if read_flag(header, f"add_{name}_token", default=default):
+            index = token_id(header, f"{name}_token_id", len(tokens))
             if index is not None:
                 around[name].append(index)
-            elif f"{_KEY}add_{name}_token" in header.metadata:
-                raise CheckpointError(f"{header.path}: {_KEY}add_{name}_token: got true, expected {name}_token_id, too")
+            elif f"{KEY}add_{name}_token" in header.metadata:
+                raise CheckpointError(f"{header.path}: {KEY}add_{name}_token: got true, expected {name}_token_id, too")
     if not any(around.values()):
         return None
 
@@ -201,43 +167,6 @@ def _frame(header: GgufHeader, tokens: Sequence[str], *, starts: bool) -> dict[s
             for index in (*around["bos"], *around["eos"])
         },
     }
-
-
-def _tokens(header: GgufHeader) -> tuple[list[str], Any]:
-    """Pieces and their kinds; no piece twice."""
-    tokens = header.metadata.get(f"{_KEY}tokens")
-    if not isinstance(tokens, list) or len(tokens) < 2:
-        raise CheckpointError(f"{header.path}: {_KEY}tokens: got {shown_value(tokens)}, expected a list of texts")
-    if len(set(tokens)) != len(tokens):
-        seen: set[str] = set()
-        twice = next(token for token in tokens if token in seen or seen.add(token))  # type: ignore[func-returns-value] # None goes on
-        raise CheckpointError(f"{header.path}: {_KEY}tokens: got {shown(twice)} twice, expected it once")
-    kinds = header.metadata.get(f"{_KEY}token_type")
-    if kinds is None:
-        return tokens, np.ones(len(tokens), dtype=np.int32)
-    if not isinstance(kinds, np.ndarray) or kinds.dtype.kind not in "iu" or len(kinds) != len(tokens):
-        raise CheckpointError(
-            f"{header.path}: {_KEY}token_type: got {shown_value(kinds)}, expected {len(tokens)} whole numbers"
-        )
-    return tokens, kinds
-
-
-def _id(header: GgufHeader, name: str, size: int) -> int | None:
-    """An id of the vocabulary, None where the file names none."""
-    key = f"{_KEY}{name}"
-    if key not in header.metadata:
-        return None
-    index = whole_number(header, key, least=0)
-    if index >= size:
-        raise CheckpointError(f"{header.path}: {key}: got {index}, expected an id below {size}")
-    return index
-
-
-def _flag(header: GgufHeader, name: str, *, default: bool) -> bool:
-    value = header.metadata.get(f"{_KEY}{name}", default)
-    if type(value) is not bool:
-        raise CheckpointError(f"{header.path}: {_KEY}{name}: got {shown_value(value)}, expected true or false")
-    return value
 
 
 def _template(header: GgufHeader) -> str | None:

@@ -47,9 +47,7 @@ class ValueReader:
         """A short text: of a key, or of a tensor."""
         found = self.text(what)
         if not 0 < len(found) <= _LONGEST_NAME:
-            raise CheckpointError(
-                f"{self._path}: {what}: got {len(found)} characters, expected 1 to {_LONGEST_NAME}"
-            )
+            raise CheckpointError(f"{self._path}: {what}: got {len(found)} characters, expected 1 to {_LONGEST_NAME}")
         return found
 
     def text(self, what: str) -> str:

@@ -1,7 +1,7 @@
 """How a byte-level tokenizer of a GGUF file cuts a text into words: by a name that llama.cpp knows.
 
-The patterns are those of the tokenizers that the names stand for. Where the pattern of another name were taken, most texts
-would look right and some would be other ids, so that a name which is not here is refused.
+The patterns are those of the tokenizers that the names stand for. Where the pattern of another name was taken, most
+texts would look right and some would be other ids, so that a name which is not here is refused.
 """
 
 from typing import Any
@@ -65,7 +65,8 @@ def _byte_level(*, use_regex: bool) -> dict[str, Any]:
 def _split(*patterns: str) -> dict[str, Any]:
     """One pattern after the other: each cuts what the ones before it have left."""
     splits = [
-        {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False} for pattern in patterns
+        {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+        for pattern in patterns
     ]
     return {"type": "Sequence", "pretokenizers": [*splits, _byte_level(use_regex=False)]}
 

@@ -13,8 +13,7 @@ from mlx.utils import tree_reduce
 from posttrainllm.adapters.loading.adapter import Adapter
 from posttrainllm.adapters.loading.checkpoint import Checkpoint, readable
 from posttrainllm.adapters.loading.families import check_family, family_forward, family_of
-from posttrainllm.adapters.loading.gguf_model import GgufModel
-from posttrainllm.adapters.loading.gguf_reader import gguf_arrays
+from posttrainllm.adapters.loading.gguf_module import gguf_module
 from posttrainllm.adapters.loading.layer_caches import LayerCaches, LayerViews, read_caches
 from posttrainllm.adapters.loading.llama_config import lifted_rope
 from posttrainllm.adapters.loading.packed import packed_forward, packed_shapes
@@ -149,7 +148,7 @@ def load_module(checkpoint: Checkpoint, dtype: str, adapter: Adapter | None = No
     try:
         module: Module
         if checkpoint.gguf is not None:
-            module = _gguf_module(checkpoint.gguf, dtype)
+            module = gguf_module(checkpoint.gguf, dtype)
         else:
             with contextlib.redirect_stdout(said):  # architectures print what they miss; a command's output is its own
                 module = load_model(checkpoint.path, lazy=True, model_config=lifted_rope(checkpoint.config))[0]
@@ -168,26 +167,6 @@ def load_module(checkpoint: Checkpoint, dtype: str, adapter: Adapter | None = No
 
         with readable(adapter.path, "does not fit the model"):
             adapt_module(module, adapter, dtype)
-    return module
-
-
-def _gguf_module(model: GgufModel, dtype: str) -> "Module":
-    """What mlx-lm's loader makes of a directory, of a file's tensors."""
-    from mlx import nn
-    from mlx_lm.utils import _get_classes
-
-    model_class, arguments = _get_classes(model.config)
-    module: Module = model_class(arguments.from_dict(model.config))
-    arrays = dict(gguf_arrays(model, dtype))
-    packing = model.config.get("quantization")
-    if packing is not None:
-        nn.quantize(
-            module,
-            group_size=packing["group_size"],
-            bits=packing["bits"],
-            class_predicate=lambda path, _: packing.get(path, f"{path}.scales" in arrays),
-        )
-    module.load_weights(list(arrays.items()))
     return module
 
 

@@ -73,7 +73,7 @@ def write_weights(folder: Path, arrays: Iterable[tuple[str, mx.array]]) -> int:
     if len(parts) == 1:
         parts[0][0].rename(folder / "model.safetensors")
         return total
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for index, (file, names) in enumerate(parts, start=1):
         named = file.rename(folder / f"model-{index:05d}-of-{len(parts):05d}.safetensors")
         weight_map |= dict.fromkeys(names, named.name)

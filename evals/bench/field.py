@@ -4,9 +4,9 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from posttrainllm.adapters.loading.gguf_header import is_gguf
 from posttrainllm.adapters.loading.hub import locate
 from posttrainllm.adapters.loading.pair import Pair
-from posttrainllm.adapters.loading.gguf_header import is_gguf
 from posttrainllm.adapters.loading.tinygpt_header import is_tinygpt
 from posttrainllm.evals.bench.child import ChildContender, running_child
 from posttrainllm.evals.bench.contenders import Contender, Engines, contenders_for
@@ -53,7 +53,7 @@ def all_contenders(
     native = [path for path in paths if is_tinygpt(Path(path)) or is_gguf(Path(path))]
     if native and (extras.as_installed or extras.transformers):
         raise UsageError(
-            f"--as-installed, --transformers: got {native[0]}, expected a directory; export-mlx writes one of a .tinygpt file, convert one of a GGUF file"
+            f"--as-installed, --transformers: got {native[0]}, expected a directory; export-mlx or convert write one"
         )
     for dtype in extras.as_installed:
         arguments = [paths[0], "--dtype", dtype] + (["--draft-model", paths[1]] if draft_ks else [])

@@ -26,28 +26,28 @@ def load(
     speculate: bool = True,
     dtype: str = "auto",
     forward: str = "auto",
+    draft_k: int | str = 4,
     adapter_path: str | Path | None = None,
     draft_adapter_path: str | Path | None = None,
     kv_bits: int | None = None,
     kv_group_size: int = 64,
-    draft_k: int | str = 4,
 ) -> Pair:
     """Load a target and a draft.
 
     With no argument this is the embedded pair; a draft alone gets the embedded target; a model alone decodes plainly.
 
     Args:
-        model: directory of the target, in Hugging Face / mlx-lm layout, a `.tinygpt` file, or an id of the hub.
+        model: directory of the target, in Hugging Face / mlx-lm layout, a `.tinygpt` or GGUF file, or a hub id.
         draft_model: the draft, the same; its tokenizer must agree with the target's. "auto" is the one on this machine
             that pays best, or none, which `Pair.reason` then says why.
         speculate: False loads no draft.
         dtype: "auto", "float32", "float16" or "bfloat16", for both models.
         forward: "auto" takes a forward of our own for Llama-shaped models, "module" mlx-lm's module for all.
+        draft_k: K that "auto" chooses a draft for: what `stream` and `generate` will be given.
         adapter_path: directory of a LoRA or DoRA adapter of the target, as mlx-lm or PEFT writes it, or a hub id.
         draft_adapter_path: the same for the draft.
         kv_bits: 8 or 4 quantises the keys and values of both models; None keeps them in the weights' type.
         kv_group_size: how many of their elements share a scale, 32, 64 or 128.
-        draft_k: K that "auto" chooses a draft for: what `stream` and `generate` will be given.
 
     Returns:
         The pair, to pass to `stream` and `generate`.
@@ -64,8 +64,8 @@ def load(
         speculate=speculate,
         dtype=dtype,
         forward=forward,
-        draft_k=DraftLength.parse(draft_k),
         changes=changes,
+        draft_k=DraftLength.parse(draft_k),
         say=LOGGER.info,
     )[0]
 

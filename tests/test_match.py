@@ -446,6 +446,27 @@ def test_the_python_api_decodes_the_same_ids_with_auto(models, hub_cache, costs)
     assert result.token_ids == reference.token_ids
 
 
+def test_a_chosen_draft_keeps_its_keys_and_values_as_the_target_does(costs, measured):
+    changes = {"kv_bits": 8, "kv_group_size": 32}
+    pair = posttrainllm.load(draft_model="auto", **changes)
+    assert pair.draft.packing == pair.target.packing
+    assert pair.target.packing is not None
+    plain = posttrainllm.load(model=embedded_path("target-16m"), **changes)
+    options = {"prompt": "for name in names:", "max_tokens": 16, "ignore_eos": True}
+    reference = posttrainllm.generate(pair=plain, plain_width=5, **options)
+    assert posttrainllm.generate(pair=pair, **options).token_ids == reference.token_ids
+    assert len(measured) == 1
+    posttrainllm.load(draft_model="auto")  # what was found with them is not of the pair without them
+    assert len(measured) == 2
+
+
+def test_auto_takes_no_adapter_of_a_draft(models):
+    options = ("--draft-model", "auto", "--draft-adapter-path", "adapter", "--prompt", "a")
+    done = run("sample", models / "target", *options, code=2)
+    expected = "error: --draft-model auto: got it with --draft-adapter-path, expected the path of a draft\n"
+    assert done.stderr == expected
+
+
 def test_a_draft_that_was_chosen_is_gated_like_any_other(models, hub_cache, costs, monkeypatch):
     plant(hub_cache, "someone/first", models / "first")
     asked = []

@@ -68,8 +68,8 @@ def chat(
         speculate=not no_draft,
         dtype=dtype,
         forward=forward,
-        draft_k=draft_k,
         changes=changes,
+        draft_k=draft_k,
         say=say,
         tell=None if quiet else say,
     )

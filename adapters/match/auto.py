@@ -10,7 +10,7 @@ from posttrainllm.adapters.draft_length import DraftLength
 from posttrainllm.adapters.loading.changes import UNCHANGED, ModelChanges
 from posttrainllm.adapters.loading.found import FoundModel, embedded_models, hub_models
 from posttrainllm.adapters.loading.pair import AUTO, Pair, load_pair, with_draft
-from posttrainllm.kernel.errors import CheckpointError, LoadError, MemoryLimitError
+from posttrainllm.kernel.errors import CheckpointError, LoadError, MemoryLimitError, UsageError
 
 __all__ = ["MOST", "load_chosen", "local_models", "say"]
 
@@ -51,8 +51,8 @@ def load_chosen(
     speculate: bool,
     dtype: str,
     forward: str,
-    draft_k: DraftLength,
     changes: ModelChanges = UNCHANGED,
+    draft_k: DraftLength,
     rows: int = 1,
     context: int | None = None,
     say: Callable[[str], None],
@@ -66,8 +66,8 @@ def load_chosen(
         speculate: False loads no draft.
         dtype: one of DTYPES.
         forward: one of FORWARDS.
-        draft_k: of `--draft-k`; where nobody asked for one, K is chosen with the draft.
         changes: adapters, and how keys and values are kept; "auto" takes no adapter of a draft.
+        draft_k: of `--draft-k`; where nobody asked for one, K is chosen with the draft.
         rows: B of what will decode.
         context: most tokens of a row; None is that of a short request.
         say: told, one line each, that candidates are measured, and why no draft is taken.
@@ -82,6 +82,8 @@ def load_chosen(
     if draft_model != AUTO or not speculate:
         pair = load_pair(model, draft_model, speculate=speculate, dtype=dtype, forward=forward, changes=changes)
         return pair, draft_k
+    if changes.draft_options:
+        raise UsageError(f"--draft-model auto: got it with {changes.draft_options[0]}, expected the path of a draft")
     pair = load_pair(model, speculate=False, dtype=dtype, forward=forward, changes=changes)
     from posttrainllm.adapters.match.decide import Search
     from posttrainllm.adapters.match.measure import Setting

@@ -77,7 +77,7 @@ def sample(
     verbose: bool,
     **options: Any,
 ) -> None:
-    """Decode one prompt with MODEL: a directory in Hugging Face / mlx-lm layout, a .tinygpt file or an id of the hub.
+    """Decode one prompt with MODEL: a directory in Hugging Face / mlx-lm layout, a .tinygpt or GGUF file, or a hub id.
 
     No MODEL: the embedded pair. A draft alone: the embedded target. MODEL alone: plain decoding.
     """
@@ -96,8 +96,8 @@ def sample(
             speculate=not no_draft,
             dtype=dtype,
             forward=forward,
-            draft_k=draft_k,
             changes=changes,
+            draft_k=draft_k,
             say=say,
             tell=None if quiet else say,
         )

@@ -59,6 +59,7 @@ class ServeOptions:
     api_key: str | None = attrs.field(repr=False)
     served_model_name: str | None
     request_timeout_s: float | None
+    body_timeout_s: float
     record_dir: Path | None
 
 
@@ -187,6 +188,7 @@ def _settings(
         prompt_vocab_size=pair.target.vocab_size,
         api_key=options.api_key,
         request_timeout_s=options.request_timeout_s,
+        body_timeout_s=options.body_timeout_s,
         created=int(time.time()),
         fingerprint=f"fp_{digest[:12]}",
     )

@@ -10,6 +10,7 @@ import shutil
 import attrs
 import mlx.core as mx
 import pytest
+from adapter_files import modules_of, save_mlx_lm
 from click.testing import CliRunner
 from mlx.utils import tree_flatten
 from serving import ServerProcess
@@ -457,6 +458,17 @@ def test_a_chosen_draft_keeps_its_keys_and_values_as_the_target_does(costs, meas
     assert posttrainllm.generate(pair=pair, **options).token_ids == reference.token_ids
     assert len(measured) == 1
     posttrainllm.load(draft_model="auto")  # what was found with them is not of the pair without them
+    assert len(measured) == 2
+
+
+def test_candidates_are_held_against_the_target_with_its_adapter(models, tmp_path, hub_cache, costs, measured):
+    plant(hub_cache, "someone/first", models / "first")
+    plain, _ = sample(models / "target", "--draft-model", "auto", "--draft-k", "4")
+    adapter = save_mlx_lm(tmp_path / "adapter", modules_of(2))
+    adapted, said = sample(models / "target", "--draft-model", "auto", "--draft-k", "4", "--adapter-path", adapter)
+    assert plain["usage"]["accept_rate"] == 1.0
+    assert adapted["draft_model"] is None  # it has learned something that this draft does not know
+    assert "no draft pays here: the best, someone/first" in said
     assert len(measured) == 2
 
 

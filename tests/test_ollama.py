@@ -216,7 +216,7 @@ def test_a_bad_prompt_names_its_field(change, message):
 
 
 def test_counts_below_one_and_negative_seeds_are_no_limit_and_no_seed():
-    for options in ({"num_predict": -1, "seed": -1, "top_k": -1}, {"num_predict": 0}):
+    for options in ({"num_predict": -1, "seed": -1, "top_k": -1}, {"num_predict": 0}, {"seed": -1.0, "top_k": -5.0}):
         body = parse_generate({"model": "tiny", "prompt": "x", "raw": True, "options": options}, SETTINGS)
         assert body.max_tokens == SETTINGS.max_tokens
         assert body.seed is None

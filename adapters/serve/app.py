@@ -94,6 +94,7 @@ class _Api:
 
     def __init__(self, scheduler: Scheduler, settings: ServeSettings) -> None:
         self._scheduler, self._settings = scheduler, settings
+        self._document: bytes | None = None
         # long prompts take seconds to encode, and the loop has streams to send
         self._encoder = ThreadPoolExecutor(max_workers=1, thread_name_prefix="encode")
 
@@ -119,7 +120,10 @@ class _Api:
 
     async def openapi(self, request: Request) -> Response:
         """GET /openapi.json: this API, for programs."""
-        return JSONResponse(openapi(self._settings, self._version()))
+        if self._document is None:  # it takes too long for the loop, and for every time that somebody asks
+            made = await self._aside(lambda: JSONResponse(openapi(self._settings, self._version())).body)
+            self._document = bytes(made)
+        return Response(self._document, media_type="application/json")
 
     async def models(self, request: Request) -> Response:
         """GET /v1/models."""

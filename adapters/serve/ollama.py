@@ -9,6 +9,7 @@ from typing import Any
 from posttrainllm.adapters.loading.tokenizer import Tokenizer
 from posttrainllm.adapters.params import SamplingParams
 from posttrainllm.adapters.serve.errors import ApiError, invalid
+from posttrainllm.adapters.serve.fields import whole
 from posttrainllm.adapters.serve.prepare import Work, prepare_chat, prepare_completion
 from posttrainllm.adapters.serve.request_options import options_of, unknown_model
 from posttrainllm.adapters.serve.schema import ChatRequest, CompletionRequest, parse
@@ -171,7 +172,7 @@ def _common(value: dict[str, Any], settings: ServeSettings) -> dict[str, Any]:
 
 def _sampling(options: dict[str, Any]) -> dict[str, Any]:
     found = {name: options[name] for name in (*DEFAULTS, *SAME_NAME, *OURS) if name in options}
-    counts = {name: options.get(name) for name in ("num_predict", "seed", "repeat_last_n")}
+    counts = {name: whole(options.get(name)) for name in ("num_predict", "seed", "repeat_last_n")}
     for name, count in counts.items():
         if count is not None and (type(count) is not int):
             raise invalid(f"{name}: expected a whole number", param=name)
@@ -179,7 +180,7 @@ def _sampling(options: dict[str, Any]) -> dict[str, Any]:
         found["max_tokens"] = counts["num_predict"]
     if counts["seed"] is not None and counts["seed"] >= 0:  # a negative one is drawn afresh
         found["seed"] = counts["seed"]
-    if isinstance(found.get("top_k"), int) and found["top_k"] < 0:
+    if isinstance(whole(found.get("top_k")), int) and found["top_k"] < 0:
         found["top_k"] = 0
     if "repeat_penalty" in options and counts["repeat_last_n"] != 0:
         found["repetition_penalty"] = options["repeat_penalty"]

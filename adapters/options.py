@@ -13,6 +13,7 @@ from posttrainllm.adapters.params import MAX_DRAFT_K, AcceptRule, check_width, i
 from posttrainllm.kernel.errors import UsageError
 
 __all__ = [
+    "RESERVED_TEMPLATE_ARGS",
     "accept_rule_option",
     "chat_options",
     "check_draft_k",
@@ -25,7 +26,7 @@ __all__ = [
 ]
 
 # parameters of transformers' apply_chat_template that are ours to set, or that change what it returns
-_RESERVED = {
+RESERVED_TEMPLATE_ARGS = {
     *("add_generation_prompt", "chat_template", "continue_final_message", "conversation", "messages", "padding"),
     *("return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenize", "tokenizer_kwargs", "truncation"),
     *("conversations", "documents", "max_length", "sanitize_control_tokens", "tools"),
@@ -56,7 +57,8 @@ def model_options(*, envvar: str | None = None) -> Callable[[_Command], _Command
         click.option(
             "--draft-model",
             metavar="PATH",
-            help="Directory, .tinygpt file or hub id of the draft. Default: the embedded one without MODEL.",
+            help="Directory, .tinygpt or GGUF file or hub id of the draft; auto (sample, chat, serve): the one here "
+            "that pays best. Default: the embedded one without MODEL.",
         ),
         click.option(
             "--dtype",
@@ -83,8 +85,8 @@ def draft_options() -> Callable[[_Command], _Command]:
         click.option(
             "--draft-k",
             type=DraftLength.parse,
-            default="4",
-            show_default=True,
+            default=DraftLength(most=4, given=False),
+            show_default="4",
             metavar="K",
             help="Tokens the draft proposes a step, 1 to 32. auto: as many as pay, step by step, none where none do; "
             "auto:N: up to N.",
@@ -184,9 +186,9 @@ def check_template_args(name: str, arguments: dict[str, Any]) -> None:
     Raises:
         UsageError: one is ours to set.
     """
-    taken = sorted(_RESERVED & arguments.keys())
+    taken = sorted(RESERVED_TEMPLATE_ARGS & arguments.keys())
     if taken:
-        raise UsageError(f"{name}: got {taken[0]!r}, expected arguments other than {sorted(_RESERVED)}")
+        raise UsageError(f"{name}: got {taken[0]!r}, expected arguments other than {sorted(RESERVED_TEMPLATE_ARGS)}")
 
 
 def check_system(text: str | None) -> None:

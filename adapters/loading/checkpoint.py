@@ -1,4 +1,4 @@
-"""What a model directory or a `.tinygpt` file holds, checked before any weight is read.
+"""What a model directory, a `.tinygpt` or a GGUF file holds, checked before any weight is read.
 
 MLX maps weights lazily, so a torn file would surface in the middle of a run. Every header is read here and held
 against the file's size.
@@ -7,26 +7,31 @@ against the file's size.
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import attrs
 
+from posttrainllm.adapters.loading.gguf_header import is_gguf
+from posttrainllm.adapters.loading.gguf_model import GgufModel, read_gguf
 from posttrainllm.adapters.loading.safetensors_header import read_tensor_entries
 from posttrainllm.adapters.loading.tinygpt_header import TinyGptHeader, is_tinygpt, read_header
-from posttrainllm.kernel.errors import CheckpointError, PosttrainllmError
+from posttrainllm.kernel.errors import CheckpointError, PosttrainllmError, UnsupportedModelError
 
 __all__ = ["Checkpoint", "read_checkpoint", "read_json", "readable"]
 
 _MOST_POSITIONS = 2**30  # lengths are int32, and sums of two of them must be, too
 # newest name first; the others are those of GPT-2 and its time
 _CONTEXT_FIELDS = ("max_position_embeddings", "n_positions", "n_ctx", "seq_length")
+# of single families, looked for where no part of the config has one of the above
+_RARE_FIELDS = ("max_seq_len", "max_sequence_length", "max_context_length", "model_max_length", "block_size")
 _FLOATS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
 @attrs.frozen(kw_only=True)
 class Checkpoint:
-    """A model directory in Hugging Face / mlx-lm layout, or a `.tinygpt` file."""
+    """A model directory in Hugging Face / mlx-lm layout, a `.tinygpt` or a GGUF file."""
 
     path: Path
     config: dict[str, Any]
@@ -40,7 +45,9 @@ class Checkpoint:
     float_bytes: dict[str, int]
     """Bytes of `weight_bytes` that are floating, by dtype; the others are packed integers."""
     native: TinyGptHeader | None = None
-    """Of a `.tinygpt` file, whose `config` names the family alone; None of a directory."""
+    """Of a `.tinygpt` file, whose `config` names the family alone; None of everything else."""
+    gguf: GgufModel | None = None
+    """Of a GGUF file, whose `config` is made of its metadata; None of everything else."""
 
 
 @contextmanager
@@ -69,14 +76,14 @@ def read_checkpoint(path: Path) -> Checkpoint:
     """Check a model and describe it.
 
     Args:
-        path: a directory with config.json, tokenizer.json and model*.safetensors, or a `.tinygpt` file.
+        path: a directory with config.json, tokenizer.json and model*.safetensors, a `.tinygpt` or a GGUF file.
 
     Returns:
         The description; no weight is read.
 
     Raises:
         CheckpointError: something is missing, torn or inconsistent; the text names the file, got and expected.
-        UnsupportedModelError: a `.tinygpt` file asks for what is not implemented.
+        UnsupportedModelError: a file asks for what is not implemented.
     """
     with readable(path, "cannot be read"):
         return _read_checkpoint(path)
@@ -85,6 +92,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
 def _read_checkpoint(path: Path) -> Checkpoint:
     if is_tinygpt(path):
         return _described(read_header(path))
+    if is_gguf(path):
+        return _described_gguf(read_gguf(path))
     if not path.is_dir():
         found = "a file" if path.exists() else "nothing there"
         raise CheckpointError(f"{path}: got {found}, expected a model directory, or an id of the hub: owner/name")
@@ -123,6 +132,25 @@ def _described(header: TinyGptHeader) -> Checkpoint:
         quantized=False,
         float_bytes={header.dtype: header.weight_bytes},
         native=header,
+    )
+
+
+def _described_gguf(model: GgufModel) -> Checkpoint:
+    path, foreign, floats = model.header.path, model.foreign, model.float_bytes
+    if foreign is not None:
+        raise UnsupportedModelError(
+            f"{path}: {foreign.name} is {foreign.type.name}: got a type that MLX does not read, expected F32, F16, "
+            "BF16, Q4_0, Q4_1 or Q8_0; `posttrainllm convert` makes a directory of it"
+        )
+    return Checkpoint(
+        path=path,
+        config=model.config,
+        weight_bytes=model.packed_bytes + sum(floats.values()),
+        dtype=max(floats, key=lambda name: floats[name]),
+        context=model.config["max_position_embeddings"],
+        quantized="quantization" in model.config,
+        float_bytes=floats,
+        gguf=model,
     )
 
 
@@ -181,10 +209,10 @@ def _check_layers(path: Path, config: dict[str, Any], tensors: int) -> None:
 
 def _context(path: Path, config: dict[str, Any]) -> int | None:
     nested = config.get("text_config")
-    for scope in (config, nested if isinstance(nested, dict) else {}):
-        for name in _CONTEXT_FIELDS:
-            if scope.get(name) is not None:
-                return _checked_context(path, name, scope[name])
+    scopes = (config, nested if isinstance(nested, dict) else {})
+    for scope, name in (*product(scopes, _CONTEXT_FIELDS), *product(scopes, _RARE_FIELDS)):
+        if scope.get(name) is not None:
+            return _checked_context(path, name, scope[name])
     if isinstance(nested, dict):  # such configs leave out what transformers' own classes have as default
         from transformers import AutoConfig
 

@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from posttrainllm.adapters.loading.gguf_header import is_gguf, read_gguf_header
 from posttrainllm.adapters.loading.tinygpt_header import is_tinygpt, read_header
 from posttrainllm.kernel.errors import CheckpointError
 
@@ -79,6 +80,12 @@ def tokenizer_fingerprint(path: str | Path) -> str:
         if folder is None:  # bytes are the same in every file
             return f"sha256:{hashlib.sha256(byte_tokenizer().to_str().encode()).hexdigest()}"
         path = folder
+    if is_gguf(path):
+        from posttrainllm.adapters.loading.gguf_tokenizer import gguf_backend
+
+        backend = gguf_backend(read_gguf_header(path))
+        parts = [backend.core.to_str(), *sorted(backend.special_tokens.values()), str(backend.chat_template)]
+        return f"sha256:{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()}"
     return _of_files(path, [path / name for name in _TOKENIZER_FILES] if path.is_dir() else [path])
 
 

@@ -18,9 +18,11 @@ from posttrainllm.kernel.errors import CheckpointError, UsageError
 if TYPE_CHECKING:  # it imports MLX, and the BLAS must come first
     from posttrainllm.adapters.loading.module import Model
 
-__all__ = ["DTYPES", "FORWARDS", "Pair", "embedded_path", "load_pair", "resolve_dtype"]
+__all__ = ["AUTO", "DTYPES", "FORWARDS", "Pair", "embedded_path", "load_pair", "resolve_dtype", "with_draft"]
 
 _Compiled = TypeVar("_Compiled")
+AUTO = "auto"
+"""In place of a draft: the one here that pays best. A directory of that name is ./auto."""
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 FORWARDS = ("auto", "module")
 _EMBEDDED_TARGET, _EMBEDDED_DRAFT = "target-16m", "draft-3m"
@@ -118,6 +120,8 @@ def load_pair(
     for name, path in (("model", model), ("draft-model", draft_model)):
         if path is not None and (not isinstance(path, (str, Path)) or not str(path)):
             raise UsageError(f"--{name}: got {path!r}, expected the path of a directory or an id of the hub")
+    if draft_model == AUTO:  # whoever can choose one has done so before
+        raise UsageError(f"--draft-model: got {AUTO!r}, expected a model: `posttrainllm match` says which one pays")
     if draft_model is not None and not speculate:
         raise UsageError("got both a draft model and no speculation, expected one of them")
     if draft_model is None and model is None and speculate:
@@ -145,6 +149,36 @@ def load_pair(
     differences = check_pair(*tokenizers, draft_rows=models[1].vocab_size)
     notes = differences + model_notes(checkpoints, models, tokenizers[0]) + change_notes(adapters, models)
     return Pair(target=models[0], draft=models[1], tokenizer=tokenizers[0], runtime=runtime, reason=None, notes=notes)
+
+
+def with_draft(pair: Pair, draft_model: str | Path, *, dtype: str = "auto", forward: str = "auto") -> Pair:
+    """Add a draft to a target that is loaded.
+
+    Args:
+        pair: of which the target is taken.
+        draft_model: as of `load_pair`.
+        dtype: of the draft, one of DTYPES.
+        forward: of the draft, one of FORWARDS.
+
+    Returns:
+        A pair of the same target and the draft.
+
+    Raises:
+        LoadError: the draft cannot be used, or does not fit the target; what its tokenizer tells comes before its
+            weights are read.
+        MemoryLimitError: its weights cannot fit beside the target's.
+    """
+    from posttrainllm.adapters.loading.memory import check_weights
+
+    checkpoints = [read_checkpoint(locate(name)) for name in (pair.target.name, draft_model)]
+    own = resolve_dtype(dtype, checkpoints[1], pair.runtime)
+    check_weights(checkpoints[1:], [own])
+    tokenizer = load_tokenizer(checkpoints[1])
+    check_pair(pair.tokenizer, tokenizer, draft_rows=tokenizer.size)
+    draft = _load_model(checkpoints[1], str(draft_model), own, forward, None, UNCHANGED)
+    differences = check_pair(pair.tokenizer, tokenizer, draft_rows=draft.vocab_size)
+    notes = differences + model_notes(checkpoints, [pair.target, draft], pair.tokenizer)
+    return attrs.evolve(pair, draft=draft, reason=None, notes=notes)
 
 
 def resolve_dtype(dtype: str, checkpoint: Checkpoint, runtime: Runtime) -> str:

@@ -15,11 +15,14 @@ from posttrainllm.adapters.loading.checkpoint import Checkpoint, readable
 from posttrainllm.adapters.loading.cpu_llama import cpu_llama_forward
 from posttrainllm.adapters.loading.cuda_llama import cuda_llama_forward, one_buffer, unsupported
 from posttrainllm.adapters.loading.fused_llama import fused_llama_forward
+from posttrainllm.adapters.loading.gguf_model import GgufModel
+from posttrainllm.adapters.loading.gguf_reader import gguf_arrays
 from posttrainllm.adapters.loading.gpt import GptWeights
 from posttrainllm.adapters.loading.gpt_forward import gpt_forward
 from posttrainllm.adapters.loading.gpt_reader import read_exported
 from posttrainllm.adapters.loading.llama import LlamaShape, LlamaWeights
-from posttrainllm.adapters.loading.llama_reader import read_llama
+from posttrainllm.adapters.loading.llama_config import read_config
+from posttrainllm.adapters.loading.llama_reader import fuse_llama, read_llama
 from posttrainllm.adapters.loading.module import Model, load_module, model_from_module
 from posttrainllm.adapters.loading.nvrtc import gpu
 from posttrainllm.adapters.loading.tinygpt_reader import read_tinygpt
@@ -122,7 +125,11 @@ def _load_model(
             if exported is not None:
                 _refuse_changes(checkpoint, "an exported .tinygpt file", adapter, packing)
                 return _gpt_model(exported, name=name, dtype=dtype)
-            weights = read_llama(checkpoint, dtype, adapter)
+            if checkpoint.gguf is not None:
+                _refuse_changes(checkpoint, "a GGUF file", adapter, None)
+                weights = _read_gguf(checkpoint.gguf, dtype)
+            else:
+                weights = read_llama(checkpoint, dtype, adapter)
         if weights is not None:
             model = model_from_weights(weights, name=name, dtype=dtype, context=context)
             return attrs.evolve(model, module_loader=cache(lambda: load_module(checkpoint, dtype, adapter)))
@@ -137,6 +144,12 @@ def _refuse_changes(checkpoint: Checkpoint, what: str, adapter: Adapter | None, 
         raise UnsupportedModelError(f"{checkpoint.path}: got the adapter {adapter.name} for {what}, expected none")
     if packing is not None:
         raise UnsupportedModelError(f"{checkpoint.path}: --kv-bits: got {packing.bits} for {what}, expected none")
+
+
+def _read_gguf(model: GgufModel, dtype: str) -> LlamaWeights | None:
+    """The weights of a GGUF file; None where none of our forwards computes its config."""
+    config = read_config(model.config)
+    return None if config is None else fuse_llama(dict(gguf_arrays(model, dtype)), config, dtype)
 
 
 def _gpt_model(weights: GptWeights, *, name: str, dtype: str) -> Model:

@@ -196,6 +196,7 @@ def command(
     prompts = read_prompts(prompts_file)
     pair = load_pair(model, draft_model, dtype=dtype, forward=forward, changes=changes)
     result = measure(pair, prompts, draft_k=draft_k, max_tokens=max_tokens, rows=rows)
+    result["changes"] = changes.options
     if not as_json:
         click.echo("\n".join(_table(result)))
     click.echo(json.dumps(result, ensure_ascii=False))

@@ -55,6 +55,7 @@ def _gate_command(options: dict[str, Any], dtype: str) -> str:
             words += [f"--{name.replace('_', '-')}", str(options[name])]
     if options["max_tokens"] != 128:
         words += ["--max-tokens", str(options["max_tokens"])]
+    words += options["changes"].options
     return shlex.join([*words, "--dtype", dtype])
 
 

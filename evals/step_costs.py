@@ -182,6 +182,7 @@ def command(
             model, draft_model = shapes_on_disk(shapes, model, draft_model, stack)
         pair = load_pair(model, draft_model, dtype=dtype, forward=forward, changes=changes)
         result = step_costs(pair, draft_k=draft_k, capacities=sizes, samples=samples)
+        result["changes"] = changes.options
     if not as_json:
         click.echo("\n".join(format_costs(result)))
     click.echo(json.dumps(result, ensure_ascii=False))

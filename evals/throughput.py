@@ -132,7 +132,8 @@ def run(
         asked = [f"--{name.replace('_', '-')}" for name in ("accept_rate", "rows", "sampled") if extras.get(name)]
         if asked and pair.draft is None:
             raise UsageError(f"{asked[0]}: got no draft model, expected one")
-        return _measure(pair, texts, draft_ks, repeats, prompt_tokens, max_tokens, wanted_extras, no_mlx_lm, quiet)
+        found = _measure(pair, texts, draft_ks, repeats, prompt_tokens, max_tokens, wanted_extras, no_mlx_lm, quiet)
+        return {**found, "changes": changes.options}
 
 
 def _refuse_others(changes: ModelChanges, extras: Extras) -> None:

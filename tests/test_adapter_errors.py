@@ -317,6 +317,8 @@ def test_sample_says_what_it_made_of_an_adapter_and_a_trace_of_it_replays(tmp_pa
     assert f"target adapter {lora}: LoRA of rank 4 on 14 matrices, fused into the weights" in result.stderr
     assert f"draft adapter {draft}: LoRA of rank 4 on 14 matrices, fused into the weights" in result.stderr
     assert result.stdout != invoke(*run).stdout
+    described = json.loads(invoke(*run, *options, "--json").stdout)
+    assert described["adapters"] == {"target": str(lora), "draft": str(draft)}
     assert read_trace(trace).header.adapters == {"target": str(lora), "draft": str(draft)}
     replayed = invoke("replay", trace)
     assert (replayed.exit_code, replayed.stderr) == (0, "")

@@ -113,6 +113,30 @@ def test_on_quantised_weights_the_bits_are_those_of_mlx_lm(tiny_checkpoint, adap
     assert not mx.array_equal(logits_of(model), logits_of(target_of(path, dtype="float32")))
 
 
+@pytest.mark.parametrize("bits", [3, 6])
+def test_dora_fits_bits_that_mlx_lm_takes_for_another_size(tiny_checkpoint, tmp_path, bits):
+    """mlx-lm's own loader refuses these; so they are held against a dense model of the unpacked weights."""
+    adapter = save_mlx_lm(tmp_path / "dora", modules_of(2), kind="dora")
+    config = json.loads((tiny_checkpoint / "config.json").read_text())
+    path = save_family(tmp_path / "quantised", tiny_checkpoint, config, bits=bits)
+    arrays = mx.load(str(path / "model.safetensors"))
+    unpacked = {
+        name: mx.dequantize(
+            array, arrays[name.replace("weight", "scales")], arrays[name.replace("weight", "biases")], 32, bits
+        )
+        if array.dtype == mx.uint32
+        else array
+        for name, array in arrays.items()
+        if not name.endswith((".scales", ".biases"))
+    }
+    dense = shutil.copytree(tiny_checkpoint, tmp_path / "dense")
+    mx.save_safetensors(str(dense / "model.safetensors"), unpacked)
+    ours = logits_of(target_of(path, adapter, dtype="float32"))
+    assert apart(ours, logits_of(target_of(dense, adapter))) < EXACT
+    with pytest.raises(ValueError, match="does not match"):
+        theirs(path, adapter)
+
+
 def test_with_forward_module_the_bits_are_those_of_mlx_lm(tiny_checkpoint, adapter):
     model = target_of(tiny_checkpoint, adapter, forward="module")
     assert mx.array_equal(logits_of(model), theirs(tiny_checkpoint, adapter))

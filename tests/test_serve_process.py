@@ -243,6 +243,10 @@ def refuses(server):
 # options
 
 VARIABLES = {
+    "adapter_path": ("lora", "lora"),
+    "draft_adapter_path": ("draft-lora", "draft-lora"),
+    "kv_bits": ("8", "8"),
+    "kv_group_size": ("32", "32"),
     "model": ("a/folder", "a/folder"),
     "draft_model": ("another", "another"),
     "dtype": ("bfloat16", "bfloat16"),

@@ -62,6 +62,14 @@ class Pair:
         return f"forward: target {self.target.variant}{draft}"
 
     @property
+    def adapters(self) -> dict[str, str]:
+        """Of "target" and "draft", those that have one, as it was given."""
+        models = {"target": self.target, "draft": self.draft}
+        return {
+            role: model.adapter for role, model in models.items() if model is not None and model.adapter is not None
+        }
+
+    @property
     def vocab_size(self) -> int:
         """Ids that may be emitted: the target's rows that the tokenizer knows."""
         return min(self.target.vocab_size, self.tokenizer.size)

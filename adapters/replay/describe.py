@@ -34,11 +34,7 @@ def fingerprints_of(pair: Pair) -> dict[str, str]:
     """
     return {
         **{role: fingerprint(locate(model.name)) for role, model in _models(pair).items()},
-        **{
-            f"{role} adapter": adapter_fingerprint(locate(model.adapter))
-            for role, model in _models(pair).items()
-            if model.adapter is not None
-        },
+        **{f"{role} adapter": adapter_fingerprint(locate(adapter)) for role, adapter in pair.adapters.items()},
         "tokenizer": tokenizer_fingerprint(pair.tokenizer.path),
     }
 
@@ -92,11 +88,7 @@ def header_of(
         **{name: getattr(request, name) for name in ("presence_penalty", "frequency_penalty", "repetition_penalty")},
         logit_bias=request.logit_bias,
         request_id=request_id,
-        adapters={
-            role: _as_given(model.adapter) or model.adapter
-            for role, model in _models(pair).items()
-            if model.adapter is not None
-        },
+        adapters={role: _as_given(adapter) or adapter for role, adapter in pair.adapters.items()},
         kv_packing=None if pair.target.packing is None else attrs.astuple(pair.target.packing),
         auto=None if engine.curves is None else engine.curves[curve_mode(request.mode)],
     )

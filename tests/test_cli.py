@@ -225,7 +225,7 @@ def test_help_lists_the_commands_with_a_line_each():
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], *([name, "--help"] for name in ("bench", "chat", "gate", "replay", "sample"))]
+    "arguments", [["--help"], *([name, "--help"] for name in ("bench", "chat", "convert", "gate", "replay", "sample"))]
 )
 def test_help_imports_neither_mlx_nor_mlx_lm(arguments):
     code = (

@@ -31,8 +31,8 @@ def convert(*, model: str, out: str, layers: int | None, dtype: str) -> None:
     With --layers, MODEL may also be such a directory, or an id of the hub: its first layers are written.
     """
     from posttrainllm.adapters.loading.checkpoint import read_checkpoint, readable
-    from posttrainllm.adapters.loading.gguf_header import is_gguf
     from posttrainllm.adapters.loading.gguf_model import read_gguf
+    from posttrainllm.adapters.loading.gguf_types import is_gguf
     from posttrainllm.adapters.loading.hub import locate
     from posttrainllm.adapters.runtime import start
 

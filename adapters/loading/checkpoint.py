@@ -9,15 +9,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from posttrainllm.adapters.loading.gguf_header import is_gguf
-from posttrainllm.adapters.loading.gguf_model import GgufModel, read_gguf
+from posttrainllm.adapters.loading.gguf_types import is_gguf
 from posttrainllm.adapters.loading.safetensors_header import read_tensor_entries
 from posttrainllm.adapters.loading.tinygpt_header import TinyGptHeader, is_tinygpt, read_header
 from posttrainllm.kernel.errors import CheckpointError, PosttrainllmError, UnsupportedModelError
+
+if TYPE_CHECKING:  # it imports numpy, and --help must not
+    from posttrainllm.adapters.loading.gguf_model import GgufModel
 
 __all__ = ["Checkpoint", "read_checkpoint", "read_json", "readable"]
 
@@ -46,7 +48,7 @@ class Checkpoint:
     """Bytes of `weight_bytes` that are floating, by dtype; the others are packed integers."""
     native: TinyGptHeader | None = None
     """Of a `.tinygpt` file, whose `config` names the family alone; None of everything else."""
-    gguf: GgufModel | None = None
+    gguf: "GgufModel | None" = None
     """Of a GGUF file, whose `config` is made of its metadata; None of everything else."""
 
 
@@ -93,6 +95,8 @@ def _read_checkpoint(path: Path) -> Checkpoint:
     if is_tinygpt(path):
         return _described(read_header(path))
     if is_gguf(path):
+        from posttrainllm.adapters.loading.gguf_model import read_gguf
+
         return _described_gguf(read_gguf(path))
     if not path.is_dir():
         found = "a file" if path.exists() else "nothing there"
@@ -135,7 +139,7 @@ def _described(header: TinyGptHeader) -> Checkpoint:
     )
 
 
-def _described_gguf(model: GgufModel) -> Checkpoint:
+def _described_gguf(model: "GgufModel") -> Checkpoint:
     path, foreign, floats = model.header.path, model.foreign, model.float_bytes
     if foreign is not None:
         raise UnsupportedModelError(

@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from posttrainllm.adapters.loading.gguf_header import is_gguf, read_gguf_header
+from posttrainllm.adapters.loading.gguf_types import is_gguf
 from posttrainllm.adapters.loading.tinygpt_header import is_tinygpt, read_header
 from posttrainllm.kernel.errors import CheckpointError
 
@@ -81,6 +81,7 @@ def tokenizer_fingerprint(path: str | Path) -> str:
             return f"sha256:{hashlib.sha256(byte_tokenizer().to_str().encode()).hexdigest()}"
         path = folder
     if is_gguf(path):
+        from posttrainllm.adapters.loading.gguf_header import read_gguf_header
         from posttrainllm.adapters.loading.gguf_tokenizer import gguf_backend
 
         backend = gguf_backend(read_gguf_header(path))

@@ -12,14 +12,13 @@ from typing import Any
 
 import attrs
 
-from posttrainllm.adapters.loading.gguf_types import TensorType, tensor_type
+from posttrainllm.adapters.loading.gguf_types import MAGIC, TensorType, tensor_type
 from posttrainllm.adapters.loading.gguf_values import ValueReader, shown_value
 from posttrainllm.adapters.loading.tinygpt_layout import shown
 from posttrainllm.kernel.errors import CheckpointError
 
-__all__ = ["GgufHeader", "GgufTensor", "is_gguf", "read_gguf_header"]
+__all__ = ["GgufHeader", "GgufTensor", "read_gguf_header"]
 
-_MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _MOST_HEADER_BYTES = 2**28  # beyond it a header is none, and reading it would fill the memory
 _LEAST_ENTRY, _LEAST_TENSOR = 13, 32  # bytes: of a key with a value, and of a tensor's entry
@@ -54,19 +53,6 @@ class GgufHeader:
     tensors: Mapping[str, GgufTensor] = attrs.field(repr=False)
 
 
-def is_gguf(path: Path) -> bool:
-    """Whether a path is meant as such a file: by its name, or by how it begins."""
-    if not path.is_file():
-        return False
-    if path.suffix == ".gguf":
-        return True
-    try:
-        with path.open("rb") as stream:
-            return stream.read(len(_MAGIC)) == _MAGIC
-    except OSError:  # what may not be read is said by whoever reads it
-        return False
-
-
 def read_gguf_header(path: Path) -> GgufHeader:
     """Read and check everything but the weights.
 
@@ -82,11 +68,11 @@ def read_gguf_header(path: Path) -> GgufHeader:
     """
     size = path.stat().st_size
     with path.open("rb") as stream:
-        magic = stream.read(len(_MAGIC))
-        if magic != _MAGIC:
-            raise CheckpointError(f"{path}: magic: got {magic!r}, expected {_MAGIC!r}")
+        magic = stream.read(len(MAGIC))
+        if magic != MAGIC:
+            raise CheckpointError(f"{path}: magic: got {magic!r}, expected {MAGIC!r}")
         with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-            reader = ValueReader(path, memoryview(mapped)[:_MOST_HEADER_BYTES], size, start=len(_MAGIC))
+            reader = ValueReader(path, memoryview(mapped)[:_MOST_HEADER_BYTES], size, start=len(MAGIC))
             try:
                 return _read(path, reader, size)
             finally:

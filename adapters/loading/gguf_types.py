@@ -1,13 +1,17 @@
-"""The types of tensors in a GGUF file: how many elements a block has, and in how many bytes it lies.
+"""What a GGUF file is known by, and the types of its tensors: the elements of a block, and the bytes that it lies in.
 
 The numbers are ggml's; a type that is not here is one that came later.
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import attrs
 
-__all__ = ["DENSE", "PACKED", "TensorType", "tensor_type"]
+__all__ = ["DENSE", "MAGIC", "PACKED", "TensorType", "is_gguf", "tensor_type"]
+
+MAGIC = b"GGUF"
+"""How a file begins."""
 
 
 @attrs.frozen(kw_only=True)
@@ -43,3 +47,16 @@ def tensor_type(number: int) -> TensorType | None:
         return None
     name, block, size = _TYPES[number]
     return TensorType(name=name, block=block, size=size)
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a path is meant as such a file: by its name, or by how it begins."""
+    if not path.is_file():
+        return False
+    if path.suffix == ".gguf":
+        return True
+    try:
+        with path.open("rb") as stream:
+            return stream.read(len(MAGIC)) == MAGIC
+    except OSError:  # what may not be read is said by whoever reads it
+        return False

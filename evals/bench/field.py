@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from posttrainllm.adapters.loading.gguf_header import is_gguf
+from posttrainllm.adapters.loading.gguf_types import is_gguf
 from posttrainllm.adapters.loading.hub import locate
 from posttrainllm.adapters.loading.pair import Pair
 from posttrainllm.adapters.loading.tinygpt_header import is_tinygpt

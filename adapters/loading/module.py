@@ -153,7 +153,7 @@ def model_from_module(module: "Module", *, name: str, dtype: str, context: int) 
             on the value of a position and cannot be compiled, or mlx-lm's module does not work, here or anywhere.
     """
     family = family_of(module)
-    check_family(family, name=name)
+    check_family(module, name=name)
     caches, vocab_size = read_caches(module, name=name, dtype=dtype)
     model = Model(
         forward=module_forward(module, caches),

@@ -110,7 +110,7 @@ def load_model(checkpoint: Checkpoint, *, name: str, dtype: str, forward: str = 
 
 
 def _gpt_model(weights: GptWeights, *, name: str, dtype: str) -> Model:
-    """A GPT with learned positions: one forward on every device, and no module of mlx-lm that could be compiled."""
+    """A GPT with learned positions: one forward on every device, and no module of mlx-lm beside it."""
     shape = weights.shape
     return Model(
         forward=gpt_forward(weights),

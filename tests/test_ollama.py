@@ -54,6 +54,7 @@ def test_the_client_finds_the_model(client, server):
     shown = client.show(MODEL)
     assert shown.modelinfo["llama.context_length"] == 251
     assert shown.capabilities == ["completion"]
+    assert shown.parameters == "num_ctx 251"
     assert client.show(f"{MODEL}:latest").modelinfo == shown.modelinfo
     assert server.get("/api/version").json().keys() == {"version"}
 

@@ -1,11 +1,10 @@
-"""What a model directory or a `.tinygpt` file holds, checked before any weight is read.
+"""What a model directory, a `.tinygpt` or a GGUF file holds, checked before any weight is read.
 
 MLX maps weights lazily, so a torn file would surface in the middle of a run. Every header is read here and held
 against the file's size.
 """
 
 import json
-import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import product
@@ -14,8 +13,11 @@ from typing import Any
 
 import attrs
 
+from posttrainllm.adapters.loading.gguf_header import is_gguf
+from posttrainllm.adapters.loading.gguf_model import GgufModel, read_gguf
+from posttrainllm.adapters.loading.safetensors_header import read_tensor_entries
 from posttrainllm.adapters.loading.tinygpt_header import TinyGptHeader, is_tinygpt, read_header
-from posttrainllm.kernel.errors import CheckpointError, PosttrainllmError
+from posttrainllm.kernel.errors import CheckpointError, PosttrainllmError, UnsupportedModelError
 
 __all__ = ["Checkpoint", "read_checkpoint", "read_json", "readable"]
 
@@ -29,7 +31,7 @@ _FLOATS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 @attrs.frozen(kw_only=True)
 class Checkpoint:
-    """A model directory in Hugging Face / mlx-lm layout, or a `.tinygpt` file."""
+    """A model directory in Hugging Face / mlx-lm layout, a `.tinygpt` or a GGUF file."""
 
     path: Path
     config: dict[str, Any]
@@ -43,7 +45,9 @@ class Checkpoint:
     float_bytes: dict[str, int]
     """Bytes of `weight_bytes` that are floating, by dtype; the others are packed integers."""
     native: TinyGptHeader | None = None
-    """Of a `.tinygpt` file, whose `config` names the family alone; None of a directory."""
+    """Of a `.tinygpt` file, whose `config` names the family alone; None of everything else."""
+    gguf: GgufModel | None = None
+    """Of a GGUF file, whose `config` is made of its metadata; None of everything else."""
 
 
 @contextmanager
@@ -72,14 +76,14 @@ def read_checkpoint(path: Path) -> Checkpoint:
     """Check a model and describe it.
 
     Args:
-        path: a directory with config.json, tokenizer.json and model*.safetensors, or a `.tinygpt` file.
+        path: a directory with config.json, tokenizer.json and model*.safetensors, a `.tinygpt` or a GGUF file.
 
     Returns:
         The description; no weight is read.
 
     Raises:
         CheckpointError: something is missing, torn or inconsistent; the text names the file, got and expected.
-        UnsupportedModelError: a `.tinygpt` file asks for what is not implemented.
+        UnsupportedModelError: a file asks for what is not implemented.
     """
     with readable(path, "cannot be read"):
         return _read_checkpoint(path)
@@ -88,6 +92,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
 def _read_checkpoint(path: Path) -> Checkpoint:
     if is_tinygpt(path):
         return _described(read_header(path))
+    if is_gguf(path):
+        return _described_gguf(read_gguf(path))
     if not path.is_dir():
         found = "a file" if path.exists() else "nothing there"
         raise CheckpointError(f"{path}: got {found}, expected a model directory, or an id of the hub: owner/name")
@@ -97,10 +103,10 @@ def _read_checkpoint(path: Path) -> Checkpoint:
     by_dtype: dict[str, int] = {}
     tensors = 0
     for file in _weight_files(path):
-        sizes, count = _read_header(file)
-        tensors += count
-        for dtype, size in sizes.items():
-            by_dtype[dtype] = by_dtype.get(dtype, 0) + size
+        entries = read_tensor_entries(file).values()
+        tensors += len(entries)
+        for entry in entries:
+            by_dtype[entry.dtype] = by_dtype.get(entry.dtype, 0) + entry.nbytes
     _check_layers(path, config, tensors)
     floats = {name: by_dtype[code] for code, name in _FLOATS.items() if code in by_dtype}
     if not floats:
@@ -126,6 +132,25 @@ def _described(header: TinyGptHeader) -> Checkpoint:
         quantized=False,
         float_bytes={header.dtype: header.weight_bytes},
         native=header,
+    )
+
+
+def _described_gguf(model: GgufModel) -> Checkpoint:
+    path, foreign, floats = model.header.path, model.foreign, model.float_bytes
+    if foreign is not None:
+        raise UnsupportedModelError(
+            f"{path}: {foreign.name} is {foreign.type.name}: got a type that MLX does not read, expected F32, F16, "
+            "BF16, Q4_0, Q4_1 or Q8_0; `posttrainllm convert` makes a directory of it"
+        )
+    return Checkpoint(
+        path=path,
+        config=model.config,
+        weight_bytes=model.packed_bytes + sum(floats.values()),
+        dtype=max(floats, key=lambda name: floats[name]),
+        context=model.config["max_position_embeddings"],
+        quantized="quantization" in model.config,
+        float_bytes=floats,
+        gguf=model,
     )
 
 
@@ -180,29 +205,6 @@ def _check_layers(path: Path, config: dict[str, Any], tensors: int) -> None:
             raise CheckpointError(
                 f"{path}/config.json: num_hidden_layers: got {layers!r:.100}, expected at most {tensors}, one a tensor"
             )
-
-
-def _read_header(file: Path) -> tuple[dict[str, int], int]:
-    """Bytes of tensors by dtype code and how many tensors, after holding the header against the file's size."""
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        prefix = stream.read(8)
-        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
-        if 8 + length > size:
-            raise CheckpointError(f"{file}: truncated: got {size} bytes, expected {8 + length} for the header alone")
-        try:
-            header = json.loads(stream.read(length))
-            tensors = [entry for name, entry in header.items() if name != "__metadata__"]
-            end = max((entry["data_offsets"][1] for entry in tensors), default=0)
-            by_dtype: dict[str, int] = {}
-            for entry in tensors:
-                first, last = entry["data_offsets"]
-                by_dtype[entry["dtype"]] = by_dtype.get(entry["dtype"], 0) + last - first
-        except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError):
-            raise CheckpointError(f"{file}: its header is not that of a safetensors file") from None
-    if size != 8 + length + end:
-        raise CheckpointError(f"{file}: torn: got {size} bytes, expected {8 + length + end}")
-    return by_dtype, len(tensors)
 
 
 def _context(path: Path, config: dict[str, Any]) -> int | None:

@@ -10,14 +10,16 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from posttrainllm.adapters.loading.gguf_header import is_gguf, read_gguf_header
 from posttrainllm.adapters.loading.tinygpt_header import is_tinygpt, read_header
 from posttrainllm.kernel.errors import CheckpointError
 
-__all__ = ["fingerprint", "tokenizer_fingerprint"]
+__all__ = ["adapter_fingerprint", "fingerprint", "tokenizer_fingerprint"]
 
 _WHOLE_BYTES = 2**30
 _BLOCK_BYTES = 2**20
 _BLOCKS = 256
+_ADAPTER_FILES = ("adapter_config.json", "adapters.safetensors", "adapter_model.safetensors")
 _TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json"),
@@ -42,6 +44,22 @@ def fingerprint(path: str | Path) -> str:
     return _of_files(path, [path])
 
 
+def adapter_fingerprint(path: str | Path) -> str:
+    """Hash what an adapter changes of a model's logits: its config and its tensors.
+
+    Args:
+        path: its directory.
+
+    Returns:
+        As `fingerprint`.
+
+    Raises:
+        CheckpointError: there is nothing to hash, or it cannot be read.
+    """
+    path = Path(path)
+    return _of_files(path, [path / name for name in _ADAPTER_FILES])
+
+
 def tokenizer_fingerprint(path: str | Path) -> str:
     """Hash what decides which text an id stands for.
 
@@ -62,6 +80,12 @@ def tokenizer_fingerprint(path: str | Path) -> str:
         if folder is None:  # bytes are the same in every file
             return f"sha256:{hashlib.sha256(byte_tokenizer().to_str().encode()).hexdigest()}"
         path = folder
+    if is_gguf(path):
+        from posttrainllm.adapters.loading.gguf_tokenizer import gguf_backend
+
+        backend = gguf_backend(read_gguf_header(path))
+        parts = [backend.core.to_str(), *sorted(backend.special_tokens.values()), str(backend.chat_template)]
+        return f"sha256:{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()}"
     return _of_files(path, [path / name for name in _TOKENIZER_FILES] if path.is_dir() else [path])
 
 

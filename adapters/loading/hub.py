@@ -1,4 +1,4 @@
-"""Where a model lies: a directory or a `.tinygpt` file here, or an id of the Hugging Face hub."""
+"""Where a model lies: a directory, a `.tinygpt` or a GGUF file here, or an id of the Hugging Face hub."""
 
 import re
 import sys
@@ -10,14 +10,14 @@ __all__ = ["locate"]
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # what mlx-lm reads, but no code: a checkpoint's own Python files are never run
-_FILES = ["*.json", "model*.safetensors", "*.jinja", "*.model", "*.tiktoken", "*.txt"]
+_FILES = ["*.json", "model*.safetensors", "adapter*.safetensors", "*.jinja", "*.model", "*.tiktoken", "*.txt"]
 
 
 def locate(model: str | Path) -> Path:
     """Find a model's directory or file; an id of the hub is downloaded, or taken from the hub's cache here.
 
     Args:
-        model: a directory or a `.tinygpt` file, or "owner/name" where nothing of that name exists.
+        model: a directory, a `.tinygpt` or a GGUF file, or "owner/name" where nothing of that name exists.
 
     Returns:
         The directory or file; what is in it is for `read_checkpoint` to judge.
@@ -30,7 +30,7 @@ def locate(model: str | Path) -> Path:
         here = path.exists() or path.is_symlink()
     except OSError as error:  # a name too long, a folder that may not be read
         raise CheckpointError(f"{str(model)[:100]}: {error.strerror or error}") from None
-    if here or path.suffix == ".tinygpt" or not _ID.fullmatch(str(model)):
+    if here or path.suffix in (".tinygpt", ".gguf") or not _ID.fullmatch(str(model)):
         return path
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError

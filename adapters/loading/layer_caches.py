@@ -30,6 +30,11 @@ class LayerCaches:
     """(H, size of a key, size of a value) for every pair."""
     kv_dtype: mx.Dtype
 
+    @property
+    def listed(self) -> bool:
+        """Whether an entry of the module's list is a list."""
+        return any(size is not None for size in self.sizes)
+
     def views(self, kv: KVCache, position: mx.array, view_class: type[CacheView]) -> tuple[LayerViews, list[CacheView]]:
         """Views of a cache.
 

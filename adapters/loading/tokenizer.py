@@ -88,7 +88,7 @@ def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
     """Load the tokenizer of a checked model.
 
     Args:
-        checkpoint: a directory, or a file that names one or whose tokens are bytes.
+        checkpoint: a directory, or a file that names one, has one, or whose tokens are bytes.
 
     Returns:
         The tokenizer.
@@ -97,12 +97,15 @@ def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
         CheckpointError: its files cannot be used.
     """
     from posttrainllm.adapters.loading.fast_tokenizer import fast_backend
+    from posttrainllm.adapters.loading.gguf_tokenizer import gguf_backend
     from posttrainllm.adapters.loading.native_tokenizer import native_tokenizer
 
     with readable(checkpoint.path, "its tokenizer cannot be read"):
         backend: Any = None
         if checkpoint.native is not None:
             checkpoint, backend = native_tokenizer(checkpoint)
+        elif checkpoint.gguf is not None:
+            backend = gguf_backend(checkpoint.gguf.header)
         if backend is None:
             backend = fast_backend(checkpoint)
         if backend is None:

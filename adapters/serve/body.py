@@ -7,17 +7,17 @@ from typing import Any, NoReturn
 
 from starlette.requests import ClientDisconnect, Request
 
+from posttrainllm.adapters.serve.doors import BODY_S
 from posttrainllm.adapters.serve.errors import ApiError, invalid
 
 __all__ = ["parse_object", "read_body"]
 
-_BODY_S = 30.0
 _DEEPEST = 64
 _DIGITS = 100
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # UTF-8 has none: only an escape can be half a pair
 
 
-async def read_body(request: Request, most: int, *, seconds: float = _BODY_S) -> bytes:
+async def read_body(request: Request, most: int, *, seconds: float = BODY_S) -> bytes:
     """Read a body whole.
 
     Args:

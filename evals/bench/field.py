@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from posttrainllm.adapters.loading.gguf_header import is_gguf
 from posttrainllm.adapters.loading.hub import locate
 from posttrainllm.adapters.loading.pair import Pair
 from posttrainllm.adapters.loading.tinygpt_header import is_tinygpt
@@ -49,10 +50,10 @@ def all_contenders(
     by_engine: dict[Engines, Mapping[int, Script]] = {"posttrainllm": scripts(), "mlx-lm": scripts()}
     contenders = contenders_for(pair, draft_ks, capacity=capacity, mlx_lm=mlx_lm, scripts=by_engine)
     paths = [str(locate(model.name)) for model in (pair.target, pair.draft) if model is not None]
-    native = [path for path in paths if is_tinygpt(Path(path))]
+    native = [path for path in paths if is_tinygpt(Path(path)) or is_gguf(Path(path))]
     if native and (extras.as_installed or extras.transformers):
         raise UsageError(
-            f"--as-installed, --transformers: got {native[0]}, expected a directory; export-mlx writes one for mlx-lm"
+            f"--as-installed, --transformers: got {native[0]}, expected a directory; export-mlx or convert write one"
         )
     for dtype in extras.as_installed:
         arguments = [paths[0], "--dtype", dtype] + (["--draft-model", paths[1]] if draft_ks else [])

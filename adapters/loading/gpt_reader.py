@@ -1,8 +1,8 @@
 """A GPT with learned positions in mlx-lm's layout: what `export-mlx` writes, and how it is read again.
 
-mlx-lm's module for it (`gpt_bigcode`) reads the value of a position, so that it cannot be a pure function; our own
-forward reads the same directory. A config without our mark is another writer's, who may mean other things by the same
-names: transformers orders the rows of `c_attn` by heads.
+mlx-lm's module for it is `gpt_bigcode`; here the forward of `.tinygpt` files reads the same directory, with the file's
+bits. A config without our mark is another writer's, who may mean other things by the same names: transformers orders
+the rows of `c_attn` by heads.
 """
 
 from collections.abc import Callable, Mapping

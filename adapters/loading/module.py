@@ -191,7 +191,7 @@ def model_from_module(
             module does not work, here or anywhere.
     """
     family = family_of(module)
-    check_family(family, name=name)
+    check_family(module, name=name)
     caches, vocab_size = read_caches(module, name=name, dtype=dtype)
     if packing is not None and (caches.listed or family_forward(family) is not None):
         raise UnsupportedModelError(f"{name}: --kv-bits: got {packing.bits} for {family}, expected none")

@@ -153,7 +153,7 @@ def _read_gguf(model: GgufModel, dtype: str) -> LlamaWeights | None:
 
 
 def _gpt_model(weights: GptWeights, *, name: str, dtype: str) -> Model:
-    """A GPT with learned positions: one forward on every device, and no module of mlx-lm that could be compiled."""
+    """A GPT with learned positions: one forward on every device, and no module of mlx-lm beside it."""
     shape = weights.shape
     return Model(
         forward=gpt_forward(weights),

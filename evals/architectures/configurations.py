@@ -26,6 +26,8 @@ class Configuration:
     """Why it is no part of the count; None where it is."""
     more_slots: int = 0
     """What mlx-lm's rotating cache lacks of the window that the module masks by."""
+    note: str = ""
+    """What the table says beside the result."""
 
 
 def configurations() -> tuple[Configuration, ...]:
@@ -59,7 +61,7 @@ def _all(table: str) -> tuple[Configuration, ...]:
 
 
 def _configuration(name: str, own: Mapping[str, Any]) -> Configuration:
-    ours = {"why", "more_slots"}
+    ours = {"why", "more_slots", "note"}
     outer = {key: value for key, value in own.items() if key not in ours}
     scope = outer.get("text_config", outer)  # the base and the groups belong inside
     config = _written_out(scope)

@@ -23,7 +23,6 @@ __all__ = ["TOLERANCE", "Outcome", "examine"]
 TOLERANCE = 1e-5
 """Largest difference of a logit, as a share of the largest one."""
 _LEAST_INFLUENCE = 1e-3
-_MORE_SLOTS = "compared with a cache that holds as many positions as the module's mask admits; mlx-lm's holds one fewer"
 _KINDS = {
     "KVCache": "everything",
     "RotatingKVCache": "a window",
@@ -46,7 +45,7 @@ class Outcome:
     verdict: str
     """"exact", "within", "differs" or "refused"."""
     reason: str = ""
-    """Of a refusal, or how far it is off; else what the comparison needed."""
+    """Of a refusal, or how far it is off; else what is worth knowing."""
 
     @property
     def supported(self) -> bool:
@@ -90,7 +89,7 @@ def _compared(configuration: Configuration, model: "Model") -> Outcome:
     elif found.error > TOLERANCE:
         verdict, reason = "differs", f"by {found.error:.1e} of the largest logit"
     else:
-        verdict, reason = "exact" if found.error == 0 else "within", _MORE_SLOTS if configuration.more_slots else ""
+        verdict, reason = "exact" if found.error == 0 else "within", configuration.note
     return Outcome(
         module=configuration.module,
         features=features(configuration),

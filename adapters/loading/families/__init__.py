@@ -30,10 +30,14 @@ _FORWARDS = {
     "llama4": "llama4",
     "minimax_m3_vl": "minimax_m3_vl",
 }
-_UNUSABLE = {
-    "phi3small": "mlx-lm's block-sparse attention lets a token of a window see the later ones of its block: "
-    "what it computes is no function of what came before",
-}
+_WRONG_WINDOWS = (
+    "phi3small cannot be used: mlx-lm's block-sparse attention lets a token of a window see the later ones of its "
+    "block: what it computes is no function of what came before"
+)
+_TWO_ORDERS = (
+    "gpt_bigcode with keys and values for every head cannot be used: transformers writes them head by head and mlx-lm "
+    "reads them otherwise, expected multi_query"
+)
 
 
 def family_of(module: "Module") -> str:
@@ -49,15 +53,18 @@ def family_forward(family: str) -> FamilyForward | None:
     return forward
 
 
-def check_family(family: str, *, name: str) -> None:
-    """Refuse an architecture whose module is known not to work.
+def check_family(module: "Module", *, name: str) -> None:
+    """Refuse an architecture that mlx-lm's module is known to get wrong.
 
     Args:
-        family: mlx-lm's name of it.
+        module: mlx-lm's.
         name: of the model, for the message.
 
     Raises:
         UnsupportedModelError: with the reason.
     """
-    if family in _UNUSABLE:
-        raise UnsupportedModelError(f"{name}: {family} cannot be used: {_UNUSABLE[family]}")
+    family, args = family_of(module), getattr(module, "args", None)
+    if family == "phi3small":
+        raise UnsupportedModelError(f"{name}: {_WRONG_WINDOWS}")
+    if family == "gpt_bigcode" and not getattr(args, "multi_query", True):
+        raise UnsupportedModelError(f"{name}: {_TWO_ORDERS}")

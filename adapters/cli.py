@@ -20,6 +20,7 @@ _COMMANDS = {
     "doctor": ("posttrainllm.adapters.doctor.command:doctor", "Say what is here, what would be slow, and what to do."),
     "export-mlx": ("posttrainllm.adapters.export_mlx:export_mlx", "Write a .tinygpt file in mlx-lm's layout."),
     "gate": ("posttrainllm.adapters.gate.command:gate", "Prove here that a draft changes nothing but the speed."),
+    "match": ("posttrainllm.adapters.match.command:match", "Find the draft that makes a model fastest here."),
     "replay": ("posttrainllm.adapters.replay.command:replay", "Run a recorded decoding again, bit for bit."),
     "serve": ("posttrainllm.adapters.serve.command:serve", "Answer OpenAI's API over HTTP."),
     "sample": ("posttrainllm.adapters.sample.command:sample", "Decode one prompt, with a draft or without."),

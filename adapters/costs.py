@@ -46,7 +46,12 @@ class CostShape:
 
 
 def curves_for(
-    pair: Pair, shape: CostShape, modes: Sequence[Mode], *, progress: Callable[[], None] = lambda: None
+    pair: Pair,
+    shape: CostShape,
+    modes: Sequence[Mode],
+    *,
+    progress: Callable[[], None] = lambda: None,
+    fresh: bool = False,
 ) -> dict[Mode, Curve]:
     """The costs of a pair's steps: those of this process, else those on file, else measured now and kept.
 
@@ -55,6 +60,7 @@ def curves_for(
         shape: of the engine.
         modes: those of its requests.
         progress: called after each step that is clocked.
+        fresh: whether to measure although they are on file; those of this process stand.
 
     Returns:
         A curve for "greedy" and for "sampled", as far as the modes need them.
@@ -63,7 +69,7 @@ def curves_for(
         MemoryLimitError: the caches that measuring needs cannot fit.
     """
     return {
-        mode: pair.once(("curve", shape, mode), partial(_find, pair, shape, mode, progress))
+        mode: pair.once(("curve", shape, mode), partial(_find, pair, shape, mode, progress, fresh))
         for mode in dict.fromkeys(map(curve_mode, modes))
     }
 
@@ -86,9 +92,9 @@ def curve_on_file(pair: Pair, shape: CostShape, mode: Mode) -> Curve | None:
     return None if key is None else _read(key)
 
 
-def _find(pair: Pair, shape: CostShape, mode: Mode, progress: Callable[[], None]) -> Curve:
+def _find(pair: Pair, shape: CostShape, mode: Mode, progress: Callable[[], None], fresh: bool) -> Curve:
     key = _key(pair, shape, mode)
-    found = None if key is None else _read(key)
+    found = None if key is None or fresh else _read(key)
     if found is not None:
         return found
     curve = _measure(pair, shape, mode, progress)

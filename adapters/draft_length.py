@@ -20,6 +20,8 @@ class DraftLength:
     """K, or the most that `auto` may choose; None is the device's own, under `auto` alone."""
     auto: bool = False
     """Whether K is chosen from step to step."""
+    given: bool = attrs.field(default=True, eq=False)
+    """Whether somebody asked for it; where nobody did, `--draft-model auto` chooses K with the draft."""
 
     @classmethod
     def parse(cls, value: Any) -> "DraftLength":

@@ -4,8 +4,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrainllm.adapters.loading.pair import Pair, load_pair
+from posttrainllm.adapters.draft_length import DraftLength
+from posttrainllm.adapters.loading.changes import ModelChanges
+from posttrainllm.adapters.loading.pair import Pair
+from posttrainllm.adapters.match.auto import load_chosen
 from posttrainllm.adapters.params import SamplingParams
+from posttrainllm.adapters.runtime import LOGGER
 from posttrainllm.kernel.errors import UsageError
 
 if TYPE_CHECKING:  # it imports MLX, and the BLAS must come first
@@ -22,6 +26,11 @@ def load(
     speculate: bool = True,
     dtype: str = "auto",
     forward: str = "auto",
+    draft_k: int | str = 4,
+    adapter_path: str | Path | None = None,
+    draft_adapter_path: str | Path | None = None,
+    kv_bits: int | None = None,
+    kv_group_size: int = 64,
 ) -> Pair:
     """Load a target and a draft.
 
@@ -29,10 +38,16 @@ def load(
 
     Args:
         model: directory of the target, in Hugging Face / mlx-lm layout, a `.tinygpt` or GGUF file, or a hub id.
-        draft_model: the draft, the same; its tokenizer must agree with the target's.
+        draft_model: the draft, the same; its tokenizer must agree with the target's. "auto" is the one on this machine
+            that pays best, or none, which `Pair.reason` then says why.
         speculate: False loads no draft.
         dtype: "auto", "float32", "float16" or "bfloat16", for both models.
         forward: "auto" takes a forward of our own for Llama-shaped models, "module" mlx-lm's module for all.
+        draft_k: K that "auto" chooses a draft for: what `stream` and `generate` will be given.
+        adapter_path: directory of a LoRA or DoRA adapter of the target, as mlx-lm or PEFT writes it, or a hub id.
+        draft_adapter_path: the same for the draft.
+        kv_bits: 8 or 4 quantises the keys and values of both models; None keeps them in the weights' type.
+        kv_group_size: how many of their elements share a scale, 32, 64 or 128.
 
     Returns:
         The pair, to pass to `stream` and `generate`.
@@ -40,7 +55,19 @@ def load(
     Raises:
         PosttrainllmError: see `posttrainllm.kernel.errors`.
     """
-    return load_pair(model, draft_model, speculate=speculate, dtype=dtype, forward=forward)
+    changes = ModelChanges(
+        adapter_path=adapter_path, draft_adapter_path=draft_adapter_path, kv_bits=kv_bits, kv_group_size=kv_group_size
+    )
+    return load_chosen(
+        model,
+        draft_model,
+        speculate=speculate,
+        dtype=dtype,
+        forward=forward,
+        changes=changes,
+        draft_k=DraftLength.parse(draft_k),
+        say=LOGGER.info,
+    )[0]
 
 
 def stream(

@@ -181,6 +181,8 @@ class Generation:
             versions=pair.runtime.versions,
             speculative={"enabled": pair.draft is not None, "reason": pair.reason} | self._described(),
             logprobs=completion.logprobs,
+            adapters=pair.adapters or None,
+            kv_bits=None if pair.target.packing is None else pair.target.packing.bits,
         )
 
 

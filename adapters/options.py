@@ -6,12 +6,14 @@ from typing import Any, TypeVar, get_args
 
 import click
 
+from posttrainllm.adapters.change_options import change_options
 from posttrainllm.adapters.draft_length import DraftLength
 from posttrainllm.adapters.loading.pair import DTYPES, FORWARDS
 from posttrainllm.adapters.params import MAX_DRAFT_K, AcceptRule, check_width, is_text
 from posttrainllm.kernel.errors import UsageError
 
 __all__ = [
+    "RESERVED_TEMPLATE_ARGS",
     "accept_rule_option",
     "chat_options",
     "check_draft_k",
@@ -24,7 +26,7 @@ __all__ = [
 ]
 
 # parameters of transformers' apply_chat_template that are ours to set, or that change what it returns
-_RESERVED = {
+RESERVED_TEMPLATE_ARGS = {
     *("add_generation_prompt", "chat_template", "continue_final_message", "conversation", "messages", "padding"),
     *("return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenize", "tokenizer_kwargs", "truncation"),
     *("conversations", "documents", "max_length", "sanitize_control_tokens", "tools"),
@@ -42,7 +44,7 @@ def _together(*options: Callable[[Any], Any]) -> Callable[[_Command], _Command]:
 
 
 def model_options(*, envvar: str | None = None) -> Callable[[_Command], _Command]:
-    """MODEL, --draft-model, --dtype and --forward.
+    """MODEL, --draft-model, --dtype, --forward and those of `change_options`.
 
     Args:
         envvar: variable that MODEL is taken from where it is not given; None for none.
@@ -55,7 +57,8 @@ def model_options(*, envvar: str | None = None) -> Callable[[_Command], _Command
         click.option(
             "--draft-model",
             metavar="PATH",
-            help="Directory, .tinygpt or GGUF file or hub id of the draft. Default: the embedded one without MODEL.",
+            help="Directory, .tinygpt or GGUF file or hub id of the draft; auto (sample, chat, serve): the one here "
+            "that pays best. Default: the embedded one without MODEL.",
         ),
         click.option(
             "--dtype",
@@ -71,6 +74,7 @@ def model_options(*, envvar: str | None = None) -> Callable[[_Command], _Command
             show_default=True,
             help="What computes the models. auto: our own forward for Llama-shaped ones; module: mlx-lm's for all.",
         ),
+        change_options(),
     )
 
 
@@ -81,8 +85,8 @@ def draft_options() -> Callable[[_Command], _Command]:
         click.option(
             "--draft-k",
             type=DraftLength.parse,
-            default="4",
-            show_default=True,
+            default=DraftLength(most=4, given=False),
+            show_default="4",
             metavar="K",
             help="Tokens the draft proposes a step, 1 to 32. auto: as many as pay, step by step, none where none do; "
             "auto:N: up to N.",
@@ -182,9 +186,9 @@ def check_template_args(name: str, arguments: dict[str, Any]) -> None:
     Raises:
         UsageError: one is ours to set.
     """
-    taken = sorted(_RESERVED & arguments.keys())
+    taken = sorted(RESERVED_TEMPLATE_ARGS & arguments.keys())
     if taken:
-        raise UsageError(f"{name}: got {taken[0]!r}, expected arguments other than {sorted(_RESERVED)}")
+        raise UsageError(f"{name}: got {taken[0]!r}, expected arguments other than {sorted(RESERVED_TEMPLATE_ARGS)}")
 
 
 def check_system(text: str | None) -> None:

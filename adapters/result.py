@@ -90,7 +90,12 @@ class Result:
     rate by these costs against that of plain decoding at width 1."""
     logprobs: tuple[TokenLogprobs, ...] | None = None
     """Of `token_ids`; None unless the request asks for them."""
+    adapters: dict[str, str] | None = None
+    """By "target" and "draft", as they were given; None where there is none."""
+    kv_bits: int | None = None
+    """Of quantised keys and values; None where they are not."""
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain dictionaries and lists, for JSON; `logprobs` only where there are any."""
-        return attrs.asdict(self, filter=lambda field, value: field.name != "logprobs" or value is not None)
+        """As plain dictionaries and lists, for JSON; `logprobs`, `adapters` and `kv_bits` only where there are any."""
+        sometimes = {"logprobs", "adapters", "kv_bits"}
+        return attrs.asdict(self, filter=lambda field, value: field.name not in sometimes or value is not None)

@@ -19,6 +19,8 @@ import attrs
 import click
 
 from posttrainllm.adapters.batch import decode
+from posttrainllm.adapters.change_options import change_options
+from posttrainllm.adapters.loading.changes import ModelChanges
 from posttrainllm.adapters.loading.pair import DTYPES, FORWARDS, Pair, load_pair
 from posttrainllm.adapters.params import MAX_DRAFT_K, is_text
 from posttrainllm.evals.counting import acceptance, count_equal, generated, repeated_share
@@ -174,6 +176,7 @@ def _number(value: float | None) -> str:
 @click.option("--prompts-file", type=click.Path(path_type=Path), default=HELD_OUT, help="Default: the held-out ones.")
 @click.option("--dtype", type=click.Choice(DTYPES), default="auto", show_default=True, help="Of both models.")
 @click.option("--forward", type=click.Choice(FORWARDS), default="auto", show_default=True, help="As in `sample`.")
+@change_options()
 @click.option("--rows", type=click.IntRange(1), default=8, show_default=True, help="Prompts decoded at a time.")
 @click.option("--json", "as_json", is_flag=True, help="Print the JSON line only.")
 def command(
@@ -185,13 +188,15 @@ def command(
     prompts_file: Path,
     dtype: str,
     forward: str,
+    changes: ModelChanges,
     rows: int,
     as_json: bool,
 ) -> None:
     """Load, measure, print; exit status 3 when speculative output differs from the reference."""
     prompts = read_prompts(prompts_file)
-    pair = load_pair(model, draft_model, dtype=dtype, forward=forward)
+    pair = load_pair(model, draft_model, dtype=dtype, forward=forward, changes=changes)
     result = measure(pair, prompts, draft_k=draft_k, max_tokens=max_tokens, rows=rows)
+    result["changes"] = changes.options
     if not as_json:
         click.echo("\n".join(_table(result)))
     click.echo(json.dumps(result, ensure_ascii=False))

@@ -15,6 +15,7 @@ from typing import Any
 
 import click
 
+from posttrainllm.adapters.loading.changes import UNCHANGED, ModelChanges
 from posttrainllm.adapters.loading.checkpoint import read_checkpoint
 from posttrainllm.adapters.loading.hub import locate
 from posttrainllm.adapters.loading.pair import embedded_path
@@ -65,6 +66,7 @@ def run(
     draft_model: str | None = None,
     dtype: str = "auto",
     forward: str = "auto",
+    changes: ModelChanges = UNCHANGED,
     draft_k: int = 4,
     slots: int | None = None,
     max_context: int | None = None,
@@ -84,6 +86,7 @@ def run(
         draft_model: the same.
         dtype: the same.
         forward: the same.
+        changes: the same.
         draft_k: the same.
         slots: the same; None is `parallel`.
         max_context: the same; None is the server's own.
@@ -116,6 +119,7 @@ def run(
     texts = read_prompts(Path(prompts_file) if prompts_file is not None else HELD_OUT)
     prompts = choose_prompts(_tokenizer(model), texts, prompt_tokens, repeats + parallel, warm_up=parallel)
     served = ["--dtype", dtype, "--forward", forward, "--slots", str(slots or parallel), "--queue", str(parallel)]
+    served += changes.target_options
     served += ["--prefix-cache-mb", "0"]  # every prompt is asked for more than once, and is to be read each time
     served += [] if max_context is None else ["--max-context", str(max_context)]
     with ExitStack() as stack:
@@ -123,6 +127,7 @@ def run(
             # gating in idle time would be measured, too; a broken verdict is heeded all the same
             drafted = [*served, "--gate", "off", "--draft-k", str(draft_k)]
             drafted += [] if draft_model is None else ["--draft-model", draft_model]
+            drafted += changes.draft_options
             address = stack.enter_context(running_server([*_named(model), *drafted]))
         else:
             address = url

@@ -16,6 +16,7 @@ from typing import Any
 import attrs
 import click
 
+from posttrainllm.adapters.loading.changes import UNCHANGED, ModelChanges
 from posttrainllm.adapters.loading.checkpoint import read_checkpoint
 from posttrainllm.adapters.loading.hub import locate
 from posttrainllm.adapters.loading.pair import embedded_path
@@ -69,6 +70,7 @@ def run(
     draft_model: str | None = None,
     dtype: str = "auto",
     forward: str = "auto",
+    changes: ModelChanges = UNCHANGED,
     no_draft: bool = False,
     prompt_tokens: int = 448,
     reply_tokens: int = 64,
@@ -82,6 +84,7 @@ def run(
         draft_model: the same.
         dtype: the same.
         forward: the same.
+        changes: the same.
         no_draft: the same.
         prompt_tokens: of the first prompt.
         reply_tokens: of each reply.
@@ -104,6 +107,7 @@ def run(
     arguments = ["--dtype", dtype, "--forward", forward, "--gate", "off"]
     arguments += [] if draft_model is None else ["--draft-model", draft_model]
     arguments += ["--no-draft"] if no_draft else []
+    arguments += changes.options
     arguments += [] if model is None else [model]
     with ExitStack() as stack:
         askers = []

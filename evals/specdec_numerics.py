@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from posttrainllm.adapters.change_options import change_options
 from posttrainllm.adapters.gate.command import FAILED, checked
 from posttrainllm.adapters.loading.pair import DTYPES
 from posttrainllm.evals.entry import run_command
@@ -26,6 +27,7 @@ __all__ = ["command"]
 @click.option("--prompts-file", metavar="FILE", help="JSON lines with a `text`. Default: the package's set.")
 @click.option("--max-tokens", type=int, default=128, show_default=True, help="Tokens to generate a prompt.")
 @click.option("--dtype", "dtypes", type=click.Choice(DTYPES), multiple=True, help="May be given several times.")
+@change_options()
 @click.option("--fresh", is_flag=True, help="Run although a verdict is on file.")
 def command(*, dtypes: tuple[str, ...], **options: Any) -> None:
     """Run, print; exit status 3 when a verdict is broken."""
@@ -53,6 +55,7 @@ def _gate_command(options: dict[str, Any], dtype: str) -> str:
             words += [f"--{name.replace('_', '-')}", str(options[name])]
     if options["max_tokens"] != 128:
         words += ["--max-tokens", str(options["max_tokens"])]
+    words += options["changes"].options
     return shlex.join([*words, "--dtype", dtype])
 
 

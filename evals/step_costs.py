@@ -14,6 +14,7 @@ from typing import Any
 import attrs
 import click
 
+from posttrainllm.adapters.loading.changes import ModelChanges
 from posttrainllm.adapters.loading.pair import Pair, load_pair
 from posttrainllm.adapters.options import check_draft_k, model_options
 from posttrainllm.evals.bench.machine import cpu_count
@@ -166,6 +167,7 @@ def command(
     draft_model: str | None,
     dtype: str,
     forward: str,
+    changes: ModelChanges,
     shapes: str | None,
     draft_k: int,
     capacities: str,
@@ -178,8 +180,9 @@ def command(
     with contextlib.ExitStack() as stack:
         if shapes is not None:
             model, draft_model = shapes_on_disk(shapes, model, draft_model, stack)
-        pair = load_pair(model, draft_model, dtype=dtype, forward=forward)
+        pair = load_pair(model, draft_model, dtype=dtype, forward=forward, changes=changes)
         result = step_costs(pair, draft_k=draft_k, capacities=sizes, samples=samples)
+        result["changes"] = changes.options
     if not as_json:
         click.echo("\n".join(format_costs(result)))
     click.echo(json.dumps(result, ensure_ascii=False))

@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 from posttrainllm.adapters.cli import cli
+from posttrainllm.adapters.loading.changes import UNCHANGED, ModelChanges
 from posttrainllm.adapters.loading.pair import Pair, load_pair
 from posttrainllm.adapters.loading.tokenizer import Tokenizer
 from posttrainllm.adapters.options import check_draft_k, model_options
@@ -74,6 +75,7 @@ def run(
     draft_model: str | None = None,
     dtype: str = "auto",
     forward: str = "auto",
+    changes: ModelChanges = UNCHANGED,
     draft_ks: list[int],
     repeats: int = 8,
     prompt_tokens: int = 64,
@@ -91,6 +93,7 @@ def run(
         draft_model: the same.
         dtype: the same.
         forward: the same.
+        changes: the same.
         draft_ks: K of each speculative row.
         repeats: prompts measured.
         prompt_tokens: of each.
@@ -120,15 +123,25 @@ def run(
         if got < wanted:
             raise UsageError(f"--{name}: got {got}, expected {wanted} or more")
     wanted_extras = extras_from(shapes=shapes, repeats=repeats, **extras)
+    _refuse_others(changes, wanted_extras)
     texts = read_prompts(Path(prompts_file) if prompts_file is not None else HELD_OUT)
     with contextlib.ExitStack() as stack:
         if shapes is not None:
             model, draft_model = shapes_on_disk(shapes, model, draft_model, stack)
-        pair = load_pair(model, draft_model, dtype=dtype, forward=forward)
+        pair = load_pair(model, draft_model, dtype=dtype, forward=forward, changes=changes)
         asked = [f"--{name.replace('_', '-')}" for name in ("accept_rate", "rows", "sampled") if extras.get(name)]
         if asked and pair.draft is None:
             raise UsageError(f"{asked[0]}: got no draft model, expected one")
-        return _measure(pair, texts, draft_ks, repeats, prompt_tokens, max_tokens, wanted_extras, no_mlx_lm, quiet)
+        found = _measure(pair, texts, draft_ks, repeats, prompt_tokens, max_tokens, wanted_extras, no_mlx_lm, quiet)
+        return {**found, "changes": changes.options}
+
+
+def _refuse_others(changes: ModelChanges, extras: Extras) -> None:
+    """Processes of other engines load the models from their directories alone."""
+    others = {"as-installed": extras.as_installed, "transformers": extras.transformers, "start-up": extras.start_up}
+    asked = [name for name, value in others.items() if value]
+    if asked and changes.options:
+        raise UsageError(f"--{asked[0]}: got {changes.options[0]} beside it, expected the models as they are")
 
 
 def _measure(

@@ -114,6 +114,10 @@ class CacheView:
         self.values = write_at(self.values, values, self.offset)
         return self.keys, self.values
 
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """The whole buffers, for layers that attend to what another one has written."""
+        return self.keys, self.values
+
     def make_mask(self, width: int, return_array: bool = True, window_size: int | None = None) -> mx.array:
         """Mask of this window, see `attention_mask`; always an array."""
         window = self._window if window_size is None else window_size

@@ -39,3 +39,16 @@ def tiny_draft_checkpoint(tmp_path_factory):
     from support import save_tiny_llama
 
     return save_tiny_llama(tmp_path_factory.mktemp("tiny") / "draft", seed=2, layers=1)
+
+
+@pytest.fixture
+def hub_cache(tmp_path, monkeypatch):
+    """The hub's cache of this process, which is empty."""
+    import huggingface_hub.constants
+    import huggingface_hub.utils._cache_manager as manager
+
+    folder = tmp_path / "hub"
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(folder))
+    if hasattr(manager, "HF_HUB_CACHE"):
+        monkeypatch.setattr(manager, "HF_HUB_CACHE", str(folder))
+    return folder

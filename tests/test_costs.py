@@ -88,6 +88,9 @@ def test_costs_are_measured_once_in_a_process_and_once_on_a_machine(random_draft
     # a new process: the numbers are those on file
     assert curves_for(fresh_pair(random_draft), SHAPE, ["greedy"]) == first
     assert measured == ["greedy"]
+    curves_for(fresh_pair(random_draft), SHAPE, ["greedy"], fresh=True)
+    assert measured == ["greedy", "greedy"]
+    measured.pop()
     # filters cost every K the same, drawing does not
     assert set(curves_for(pair, SHAPE, ["sampled", "filtered"])) == {"sampled"}
     assert measured == ["greedy", "sampled"]

@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import attrs
 import mlx.core as mx
@@ -14,12 +13,13 @@ import pytest
 from click.testing import CliRunner
 from mlx import nn
 from mlx.utils import tree_flatten
-from support import tiny_config, tiny_module
+from support import plant, tiny_config, tiny_module
 from tinygpt_files import save_tinygpt
 
 from posttrainllm.adapters.cli import cli
 from posttrainllm.adapters.doctor import examine as examine_module
 from posttrainllm.adapters.doctor import machine, models
+from posttrainllm.adapters.loading import found as found_models
 from posttrainllm.adapters.loading import memory
 from posttrainllm.adapters.loading.blas import Blas
 from posttrainllm.adapters.loading.pair import embedded_path
@@ -33,16 +33,9 @@ linux_cpu = pytest.mark.skipif(
 
 
 @pytest.fixture(autouse=True)
-def empty_hub_cache(tmp_path, monkeypatch):
+def empty_hub_cache(hub_cache):
     """The cache of whoever runs the tests is none of their business."""
-    import huggingface_hub.constants
-    import huggingface_hub.utils._cache_manager as manager
-
-    folder = tmp_path / "hub"
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(folder))
-    if hasattr(manager, "HF_HUB_CACHE"):
-        monkeypatch.setattr(manager, "HF_HUB_CACHE", str(folder))
-    return folder
+    return hub_cache
 
 
 def doctor(*options):
@@ -218,11 +211,11 @@ def test_too_little_memory_for_the_embedded_pair(monkeypatch):
 
 def test_a_torn_installation(tmp_path, monkeypatch):
     folder = tmp_path / "models"
-    for name in models.EMBEDDED:
+    for name in found_models.EMBEDDED:
         shutil.copytree(embedded_path(name), folder / name)
     weights = next((folder / "draft-3m").glob("*.safetensors"))
     weights.write_bytes(weights.read_bytes()[:-100])
-    monkeypatch.setattr(models, "embedded_path", lambda name: folder / name)
+    monkeypatch.setattr(found_models, "embedded_path", lambda name: folder / name)
     found = report(1)
     assert found["embedded draft-3m"]["status"] == "broken"
     assert "torn: got" in found["embedded draft-3m"]["why"]
@@ -243,17 +236,6 @@ def test_a_decoding_that_fails_for_a_reason_nobody_knows(monkeypatch):
 
 
 # models
-
-
-def plant(hub: Path, name: str, source: Path) -> Path:
-    """A model in the hub's cache, as the hub's client lays it out; its files are no links, which it allows."""
-    repository = hub / f"models--{name.replace('/', '--')}"
-    snapshot = repository / "snapshots" / "0123456789abcdef0123456789abcdef01234567"
-    shutil.copytree(source, snapshot)
-    (repository / "blobs").mkdir()
-    (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text(snapshot.name)
-    return snapshot
 
 
 def test_models_of_the_hub_are_listed_with_what_they_are(empty_hub_cache, tiny_checkpoint):

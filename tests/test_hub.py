@@ -9,6 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import ClassVar
 
 import pytest
+from adapter_files import modules_of, save_mlx_lm
 from support import save_tiny_llama
 
 from posttrainllm.adapters.loading.hub import locate
@@ -99,6 +100,18 @@ def test_an_id_of_the_hub_is_downloaded_once_without_its_code(hub):
     assert not any(path.endswith(".py") for path in StandIn.asked)
     offline = sample("owner/tiny", hub, HF_HUB_OFFLINE="1")
     assert json.loads(offline.stdout)["token_ids"] == result["token_ids"]
+
+
+def test_an_adapter_may_be_an_id_of_the_hub(hub, tmp_path):
+    save_mlx_lm(StandIn.folder, modules_of(2))
+    done = sample("owner/tiny", hub)
+    command = [sys.executable, "-m", "posttrainllm", "sample", "owner/tiny", "--adapter-path", "owner/tiny"]
+    command += ["--prompt", "def", "--max-tokens", "4", "--json", "--record", str(tmp_path / "trace.jsonl")]
+    adapted = subprocess.run(command, capture_output=True, text=True, timeout=300, env=hub)
+    assert adapted.returncode == 0, adapted.stderr
+    assert json.loads(adapted.stdout)["adapters"] == {"target": "owner/tiny"}
+    assert json.loads(adapted.stdout)["token_ids"] != json.loads(done.stdout)["token_ids"]
+    assert any(path.endswith("/adapters.safetensors") for path in StandIn.asked)
 
 
 def test_a_pair_of_the_hub_can_be_gated_and_its_traces_replayed(hub, tmp_path):

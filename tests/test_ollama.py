@@ -54,6 +54,7 @@ def test_the_client_finds_the_model(client, server):
     shown = client.show(MODEL)
     assert shown.modelinfo["llama.context_length"] == 251
     assert shown.capabilities == ["completion"]
+    assert shown.parameters == "num_ctx 251"
     assert client.show(f"{MODEL}:latest").modelinfo == shown.modelinfo
     assert server.get("/api/version").json().keys() == {"version"}
 
@@ -215,7 +216,7 @@ def test_a_bad_prompt_names_its_field(change, message):
 
 
 def test_counts_below_one_and_negative_seeds_are_no_limit_and_no_seed():
-    for options in ({"num_predict": -1, "seed": -1, "top_k": -1}, {"num_predict": 0}):
+    for options in ({"num_predict": -1, "seed": -1, "top_k": -1}, {"num_predict": 0}, {"seed": -1.0, "top_k": -5.0}):
         body = parse_generate({"model": "tiny", "prompt": "x", "raw": True, "options": options}, SETTINGS)
         assert body.max_tokens == SETTINGS.max_tokens
         assert body.seed is None

@@ -1,6 +1,7 @@
 """Recording and replaying: the same bits from any step, and whatever is not the recorded run is found and named."""
 
 import json
+from pathlib import Path
 
 import attrs
 import mlx.core as mx
@@ -499,6 +500,8 @@ def test_a_trace_that_cannot_be_opened_is_one_line(tmp_path, pair):
         read_trace(tmp_path)
     with pytest.raises(TraceError, match="cannot be written: No such file"):
         TraceWriter(tmp_path / "no" / "such")
+    if not Path("/dev/full").exists():
+        pytest.skip("nothing here is always full, as on macOS")
     with pytest.raises(TraceError, match="/dev/full: cannot be written: No space left"):
         record("/dev/full", pair, request_of(), width=5, capacity=256, fingerprints=PRINTS)
 

@@ -243,6 +243,10 @@ def refuses(server):
 # options
 
 VARIABLES = {
+    "adapter_path": ("lora", "lora"),
+    "draft_adapter_path": ("draft-lora", "draft-lora"),
+    "kv_bits": ("8", "8"),
+    "kv_group_size": ("32", "32"),
     "model": ("a/folder", "a/folder"),
     "draft_model": ("another", "another"),
     "dtype": ("bfloat16", "bfloat16"),
@@ -259,9 +263,13 @@ VARIABLES = {
     "queue": ("5", 5),
     "gate": ("strict", "strict"),
     "api_key": ("k", "k"),
+    "api_key_file": ("key.txt", "key.txt"),
     "cors_origin": ("https://a.example https://b.example", ("https://a.example", "https://b.example")),
     "served_model_name": ("n", "n"),
     "request_timeout": ("2.5", 2.5),
+    "header_timeout": ("3.5", 3.5),
+    "body_timeout": ("4.5", 4.5),
+    "max_connections": ("77", 77),
     "record_dir": ("traces", "traces"),
     "log_level": ("debug", "debug"),
 }
@@ -299,6 +307,9 @@ def test_an_empty_variable_for_the_key_starts_no_open_server(monkeypatch):
         (("--request-timeout", "nan"), ("--request-timeout", "nan")),
         (("--request-timeout", "inf"), ("--request-timeout", "inf")),
         (("--gate", "maybe"), ("--gate", "maybe", "strict")),
+        (("--header-timeout", "0"), ("--header-timeout", "0", "more than 0")),
+        (("--body-timeout", "inf"), ("--body-timeout", "inf")),
+        (("--max-connections", "0"), ("--max-connections", "0", "1 to")),
         (("--log-level", "loud"), ("--log-level", "loud")),
         (("--accept-rule", "greedy"), ("--accept-rule", "greedy")),
         (("--api-key", ""), ("--api-key",)),

@@ -9,13 +9,14 @@ from pydantic import ValidationError
 from starlette.requests import Request
 
 from posttrainllm.adapters.params import SamplingParams
-from posttrainllm.adapters.result import Chunk, Timings, Usage
+from posttrainllm.adapters.result import Chunk, Timings, TokenLogprobs, Usage
 from posttrainllm.adapters.serve.answers import events
 from posttrainllm.adapters.serve.app import _Api
 from posttrainllm.adapters.serve.body import parse_object, read_body
 from posttrainllm.adapters.serve.errors import ApiError, as_api_error, one_line
 from posttrainllm.adapters.serve.formats import ChatFormat, CompletionFormat
 from posttrainllm.adapters.serve.jobs import Outcome, Update
+from posttrainllm.adapters.serve.logprobs import completion_logprobs
 from posttrainllm.adapters.serve.prepare import Choice, Work, prepare_chat, prepare_completion
 from posttrainllm.adapters.serve.schema import ChatRequest, CompletionRequest, parse
 from posttrainllm.adapters.serve.settings import ServeSettings
@@ -410,3 +411,16 @@ def test_usage_comes_once_behind_the_last_of_all_choices(include_usage):
 def test_a_chunk_that_lets_no_text_out_is_no_event():
     lines = stream([(0, Update(chunk=chunk(""))), (0, Update(chunk=chunk("a")))])
     assert len(objects(lines)) == 1
+
+
+def test_of_two_ids_with_one_text_the_likelier_is_the_alternative_of_that_name():
+    """Parts of characters all look alike; whoever asks whether the id was the likeliest compares with the largest."""
+
+    class Tokenizer:
+        def piece(self, index):
+            return "\ufffd" if index < 2 else chr(index)
+
+    token = TokenLogprobs(token_id=1, logprob=-3.0, top=((0, -0.5), (97, -1.0)))
+    found = completion_logprobs([token], Tokenizer(), offsets=[0], first=1)
+    assert found["token_logprobs"] == [-3.0]
+    assert list(found["top_logprobs"][0].items()) == [("\ufffd", -0.5), ("a", -1.0)]

@@ -1,9 +1,13 @@
 """The zoo: presets, the tokenizer, and a trainer that resumes, distils and writes what loads."""
 
+import itertools
 import json
 import math
 import random
+import time
+from types import SimpleNamespace
 
+import attrs
 import click
 import mlx.core as mx
 import numpy as np
@@ -137,6 +141,46 @@ def test_a_run_that_was_stopped_and_resumed_is_the_unbroken_run_bit_for_bit(cycl
         assert file.read_bytes() == (tmp_path / "broken" / file.name).read_bytes()
 
 
+def test_a_distillation_resumes_after_its_own_target_alone(cycle, trained, tmp_path):
+    options = ("--steps", "2", "--on-policy", "0.5", "--on-policy-rows", "8")
+    train(cycle, tmp_path / "run", *options, "--distill-from", trained, "--stop-after", "0", code=3)
+    train(cycle, tmp_path / "other", "--steps", "1", "--seed", "1")
+    output = train(cycle, tmp_path / "run", *options, "--distill-from", tmp_path / "other", "--resume", code=1)
+    assert "distill_from: got 'sha256:" in output
+    assert "distill_from: got None, expected" in train(cycle, tmp_path / "run", "--steps", "2", "--resume", code=1)
+    train(cycle, tmp_path / "run", *options, "--distill-from", trained, "--resume")
+
+
+def test_a_loss_that_is_not_finite_is_told_and_none_that_is_ends_the_run(cycle, tmp_path, monkeypatch):
+    steps, broken = trainer_module.Trainer._one_step, {2}
+
+    def with_infinity(self, prefetch):
+        steps(self, prefetch)
+        if self.step in broken:
+            self._unread[-1] = (self.step, mx.array(math.inf), *self._unread[-1][2:])
+
+    monkeypatch.setattr(trainer_module.Trainer, "_one_step", with_infinity)
+    assert "1 of 4 losses not finite" in train(cycle, tmp_path / "one", "--steps", "4")
+    broken |= {1, 2, 3, 4}
+    assert "got no finite loss in 4 steps" in train(cycle, tmp_path / "all", "--steps", "4", code=1)
+
+
+def test_evaluations_and_checkpoints_are_not_on_the_clock(cycle, tmp_path, monkeypatch):
+    hours = itertools.count(0, 3600)  # that pass while something is evaluated or saved
+    passed = [0]
+
+    def evaluate(self):
+        passed[0] = next(hours)
+        return {}
+
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + passed[0])
+    monkeypatch.setattr(trainer_module, "time", clock)
+    monkeypatch.setattr(trainer_module.Trainer, "evaluate", evaluate)
+    train(cycle, tmp_path / "run", "--steps", "6", "--evaluate-every", "1")
+    assert passed[0] >= 4 * 3600
+    assert json.loads((tmp_path / "run" / "TRAINING.json").read_text())["seconds"] < 3600
+
+
 def test_a_checkpoint_holds_every_array_and_replaces_the_older_one(cycle, tmp_path):
     output = train(cycle, tmp_path / "run", "--steps", "500", "--stop-after", "0", code=3)
     assert "--resume goes on" in output
@@ -154,7 +198,8 @@ def test_a_distilled_toy_is_closer_to_its_target_than_its_control(cycle, trained
     train(mixed, tmp_path / "control", *steps)
     on_policy = ("--on-policy", "0.5", "--on-policy-rows", "8")
     train(mixed, tmp_path / "distilled", *steps, "--distill-from", trained, *on_policy)
-    ids = mx.array(np.load(tmp_path / "distilled" / "on_policy.npy").astype(np.int32)[:, :-1])
+    (file,) = (tmp_path / "distilled").glob("on_policy-*.npy")
+    ids = mx.array(np.load(file).astype(np.int32)[:, :-1])
     target = load_any(trained, mx.float32)(ids)
     found = [
         divergences(target, load_any(tmp_path / name, mx.float32)(ids)).mean().item()
@@ -241,6 +286,16 @@ def test_batches_take_every_window_once_an_epoch_and_any_number_alone():
         assert (prefetch.take() == batches.batch(5)).all()
 
 
+def test_prose_has_the_share_that_is_asked_for_and_leaves_out_no_window():
+    code, prose = np.arange(65, dtype=np.uint16), np.arange(100, 165, dtype=np.uint16)
+    batches = Batches(ids=code, prose=prose, prose_share=0.25, rows=4, sequence=8, seed=2)
+    for share, expected in ((0.25, [7, 21]), (1.0, [28, 0]), (0.0, [0, 28])):
+        batches = attrs.evolve(batches, prose_share=share)
+        first = np.concatenate([batches.batch(number)[:, 0] for number in range(7)])
+        assert [(first >= 100).sum(), (first < 100).sum()] == expected
+    assert len(set(first[:7])) == 7  # an epoch of the code alone
+
+
 def test_held_out_losses_count_every_token_but_the_first_once():
     from posttrainllm.evals.zoo.data import HeldOut
 
@@ -282,6 +337,7 @@ def test_bad_input_is_one_line(cycle, trained, tmp_path):
     assert "got 4000 ids, expected the draft's 4096" in output
     assert "expected one of the two" in train(cycle, tmp_path / "out", code=2)
     assert "--accumulate" in train(cycle, tmp_path / "out", *steps, "--batch", "100000", code=2)
+    assert "got 1 tokens of prose" in train(cycle, tmp_path / "out", *steps, "--prose", "0.5", code=1)
     assert "expected both" in train(cycle, tmp_path / "out", *steps, "--on-policy", "0.5", code=2)
 
 

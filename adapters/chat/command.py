@@ -10,7 +10,9 @@ import click
 from posttrainllm.adapters.chat.conversation import Conversation
 from posttrainllm.adapters.draft_length import DraftLength
 from posttrainllm.adapters.gate.heed import unless_broken
-from posttrainllm.adapters.loading.pair import Pair, load_pair
+from posttrainllm.adapters.loading.changes import ModelChanges
+from posttrainllm.adapters.loading.pair import Pair
+from posttrainllm.adapters.match.auto import load_chosen, say
 from posttrainllm.adapters.options import (
     chat_options,
     check_system,
@@ -44,6 +46,7 @@ def chat(
     draft_k: DraftLength,
     dtype: str,
     forward: str,
+    changes: ModelChanges,
     system: str | None,
     chat_template_args: str | None,
     quiet: bool,
@@ -59,7 +62,17 @@ def chat(
     conversation = Conversation(system=system, template_args=parse_template_args(chat_template_args))
     if sys.stdin is None:
         raise UsageError("got no standard input, expected a terminal or lines of text")
-    pair = load_pair(model, draft_model, speculate=not no_draft, dtype=dtype, forward=forward)
+    pair, draft_k = load_chosen(
+        model,
+        draft_model,
+        speculate=not no_draft,
+        dtype=dtype,
+        forward=forward,
+        changes=changes,
+        draft_k=draft_k,
+        say=say,
+        tell=None if quiet else say,
+    )
     pair = unless_broken(pair, draft_k.on(pair.runtime.device))
     if not pair.tokenizer.has_chat_template:
         click.echo("warning: the checkpoint has no chat template; a plain User/Assistant one is used", err=True)

@@ -7,15 +7,15 @@ import attrs
 
 from posttrainllm.adapters.doctor.findings import Finding
 from posttrainllm.adapters.loading.checkpoint import Checkpoint, read_checkpoint
+from posttrainllm.adapters.loading.found import embedded_models, hub_models
 from posttrainllm.adapters.loading.llama_config import read_config
 from posttrainllm.adapters.loading.memory import cast_bytes
-from posttrainllm.adapters.loading.pair import embedded_path, resolve_dtype
+from posttrainllm.adapters.loading.pair import resolve_dtype
 from posttrainllm.adapters.runtime import Runtime
-from posttrainllm.kernel.errors import LoadError
+from posttrainllm.kernel.errors import CheckpointError, LoadError
 
-__all__ = ["EMBEDDED", "embedded_findings", "hub_findings", "model_finding"]
+__all__ = ["embedded_findings", "hub_findings", "model_finding"]
 
-EMBEDDED = ("target-16m", "draft-3m")
 _REINSTALL = "pip install --force-reinstall posttrainllm"
 
 
@@ -30,8 +30,8 @@ def embedded_findings(runtime: Runtime, free: int | None) -> list[Finding]:
         A finding each.
     """
     findings = []
-    for name in EMBEDDED:
-        finding = model_finding(f"embedded {name}", embedded_path(name), runtime, free)
+    for model in embedded_models():
+        finding = model_finding(f"embedded {model.name}", model.path, runtime, free)
         if finding.status == "note":  # of another model: of these it is the installation that is torn
             finding = attrs.evolve(finding, status="broken", remedy=_REINSTALL)
         findings.append(finding)
@@ -48,29 +48,19 @@ def hub_findings(runtime: Runtime, free: int | None) -> list[Finding]:
     Returns:
         A finding each; one that says so where there is none.
     """
-    import huggingface_hub
-    from huggingface_hub.errors import CacheNotFound
-
     try:
-        repositories = huggingface_hub.scan_cache_dir().repos
-    except CacheNotFound:
-        repositories = frozenset()
-    except (OSError, ValueError) as error:
+        found = hub_models()
+    except CheckpointError as error:
         return [
             Finding(
                 name="hub's cache",
                 status="note",
                 found="unreadable",
-                why=f"it cannot be read: {' '.join(str(error).split())[:200]}",
+                why=str(error),
                 remedy="set HF_HOME to a directory that can be read",
             )
         ]
-    findings = []
-    for repository in sorted(repositories, key=lambda repository: repository.repo_id):
-        if repository.repo_type != "model" or not repository.revisions:
-            continue
-        newest = max(repository.revisions, key=lambda revision: revision.last_modified)
-        findings.append(model_finding(repository.repo_id, newest.snapshot_path, runtime, free))
+    findings = [model_finding(model.name, model.path, runtime, free) for model in found]
     return findings or [Finding(name="hub's cache", status="ok", found="no model")]
 
 

@@ -10,6 +10,7 @@ import attrs
 import click
 
 from posttrainllm.adapters.gate.prompts import read_prompts
+from posttrainllm.adapters.loading.changes import UNCHANGED, ModelChanges
 from posttrainllm.adapters.options import check_draft_k, model_options
 from posttrainllm.kernel.errors import UsageError
 
@@ -66,6 +67,7 @@ def checked(
     max_tokens: int = 128,
     dtype: str = "auto",
     forward: str = "auto",
+    changes: ModelChanges = UNCHANGED,
     fresh: bool = False,
 ) -> tuple["GateResult", dict[str, Any], bool]:
     """Find the verdict on file, or reach one and keep it.
@@ -79,6 +81,7 @@ def checked(
         max_tokens: ids to generate a prompt.
         dtype: one of DTYPES.
         forward: one of FORWARDS.
+        changes: adapters, and how keys and values are kept.
         fresh: whether to run in any case.
 
     Returns:
@@ -96,7 +99,7 @@ def checked(
     from posttrainllm.adapters.loading.pair import load_pair
 
     with _progress_bar() as advance:
-        pair = load_pair(model, draft_model, dtype=dtype, forward=forward)
+        pair = load_pair(model, draft_model, dtype=dtype, forward=forward, changes=changes)
         from posttrainllm.adapters.gate.cache import read_result, trace_file, write_result
         from posttrainllm.adapters.gate.forwards import compare_with_module
         from posttrainllm.adapters.gate.key import gate_key

@@ -36,7 +36,7 @@ def compare_with_module(pair: Pair, texts: Sequence[Sequence[int]], shape: Shape
         LoadError: mlx-lm cannot load the target.
     """
     ours, runtime = pair.target, pair.runtime
-    if ours.variant == "module" or ours.module_loader is None:
+    if ours.variant.startswith("module") or ours.module_loader is None:
         return None
     try:
         caches = 4 * shape.rows * ours.kv_bytes(shape.capacity)  # of each an old and a new one

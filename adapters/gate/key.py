@@ -12,11 +12,12 @@ import attrs
 from posttrainllm.adapters.gate.prompts import prompts_hash
 from posttrainllm.adapters.loading.pair import Pair
 from posttrainllm.adapters.replay.describe import fingerprints_of
+from posttrainllm.adapters.runtime import Runtime
 
 if TYPE_CHECKING:  # `sample` reads a verdict and needs nothing that runs
     from posttrainllm.adapters.gate.plan import Plan
 
-__all__ = ["gate_key", "models_of", "setting_of"]
+__all__ = ["gate_key", "machine_of", "models_of", "setting_of"]
 
 _FINGERPRINTS: WeakKeyDictionary[Pair, dict[str, str]] = WeakKeyDictionary()  # hashing gigabytes takes seconds
 
@@ -48,8 +49,8 @@ def gate_key(pair: Pair, planned: "Plan") -> dict[str, Any]:
     }
 
 
-def models_of(pair: Pair) -> dict[str, str | None]:
-    """Fingerprints of the models; they are hashed once a pair.
+def models_of(pair: Pair) -> dict[str, Any]:
+    """Fingerprints of the models and their adapters; they are hashed once a pair.
 
     Args:
         pair: with a draft, loaded from directories that are still there.
@@ -63,7 +64,9 @@ def models_of(pair: Pair) -> dict[str, str | None]:
     assert pair.draft is not None, "plan() refuses a pair without a draft"
     if pair not in _FINGERPRINTS:
         _FINGERPRINTS[pair] = fingerprints_of(pair)
-    return {**_FINGERPRINTS[pair], "adapter": None}  # none can be loaded yet
+    found = _FINGERPRINTS[pair]
+    adapters = {name: digest for name, digest in found.items() if name.endswith(" adapter")}
+    return {**{name: found[name] for name in found.keys() - adapters.keys()}, "adapter": adapters or None}
 
 
 def setting_of(pair: Pair, draft_k: int) -> dict[str, Any]:
@@ -83,10 +86,24 @@ def setting_of(pair: Pair, draft_k: int) -> dict[str, Any]:
         "dtype": {role: model.dtype for role, model in models.items()},
         "kv_dtype": {role: str(model.kv_dtype) for role, model in models.items()},
         "variant": {role: model.variant for role, model in models.items()},
-        "device": [pair.runtime.device, pair.runtime.device_name],
-        "versions": pair.runtime.versions,
-        "blas": pair.runtime.blas,
-        "compiled": pair.runtime.compiled,
+        **machine_of(pair.runtime),
+    }
+
+
+def machine_of(runtime: Runtime) -> dict[str, Any]:
+    """What bits and times depend on beside models, shapes and prompts.
+
+    Args:
+        runtime: of this process.
+
+    Returns:
+        Plain values, for a key.
+    """
+    return {
+        "device": [runtime.device, runtime.device_name],
+        "versions": runtime.versions,
+        "blas": runtime.blas,
+        "compiled": runtime.compiled,
         "source": _source_hash(),
     }
 

@@ -5,15 +5,16 @@ against the file's size.
 """
 
 import json
-import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from posttrainllm.adapters.loading.gguf_types import is_gguf
+from posttrainllm.adapters.loading.safetensors_header import read_tensor_entries
 from posttrainllm.adapters.loading.tinygpt_header import TinyGptHeader, is_tinygpt, read_header
 from posttrainllm.kernel.errors import CheckpointError, PosttrainllmError, UnsupportedModelError
 
@@ -25,6 +26,8 @@ __all__ = ["Checkpoint", "read_checkpoint", "read_json", "readable"]
 _MOST_POSITIONS = 2**30  # lengths are int32, and sums of two of them must be, too
 # newest name first; the others are those of GPT-2 and its time
 _CONTEXT_FIELDS = ("max_position_embeddings", "n_positions", "n_ctx", "seq_length")
+# of single families, looked for where no part of the config has one of the above
+_RARE_FIELDS = ("max_seq_len", "max_sequence_length", "max_context_length", "model_max_length", "block_size")
 _FLOATS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
@@ -104,10 +107,10 @@ def _read_checkpoint(path: Path) -> Checkpoint:
     by_dtype: dict[str, int] = {}
     tensors = 0
     for file in _weight_files(path):
-        sizes, count = _read_header(file)
-        tensors += count
-        for dtype, size in sizes.items():
-            by_dtype[dtype] = by_dtype.get(dtype, 0) + size
+        entries = read_tensor_entries(file).values()
+        tensors += len(entries)
+        for entry in entries:
+            by_dtype[entry.dtype] = by_dtype.get(entry.dtype, 0) + entry.nbytes
     _check_layers(path, config, tensors)
     floats = {name: by_dtype[code] for code, name in _FLOATS.items() if code in by_dtype}
     if not floats:
@@ -208,35 +211,12 @@ def _check_layers(path: Path, config: dict[str, Any], tensors: int) -> None:
             )
 
 
-def _read_header(file: Path) -> tuple[dict[str, int], int]:
-    """Bytes of tensors by dtype code and how many tensors, after holding the header against the file's size."""
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        prefix = stream.read(8)
-        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
-        if 8 + length > size:
-            raise CheckpointError(f"{file}: truncated: got {size} bytes, expected {8 + length} for the header alone")
-        try:
-            header = json.loads(stream.read(length))
-            tensors = [entry for name, entry in header.items() if name != "__metadata__"]
-            end = max((entry["data_offsets"][1] for entry in tensors), default=0)
-            by_dtype: dict[str, int] = {}
-            for entry in tensors:
-                first, last = entry["data_offsets"]
-                by_dtype[entry["dtype"]] = by_dtype.get(entry["dtype"], 0) + last - first
-        except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError):
-            raise CheckpointError(f"{file}: its header is not that of a safetensors file") from None
-    if size != 8 + length + end:
-        raise CheckpointError(f"{file}: torn: got {size} bytes, expected {8 + length + end}")
-    return by_dtype, len(tensors)
-
-
 def _context(path: Path, config: dict[str, Any]) -> int | None:
     nested = config.get("text_config")
-    for scope in (config, nested if isinstance(nested, dict) else {}):
-        for name in _CONTEXT_FIELDS:
-            if scope.get(name) is not None:
-                return _checked_context(path, name, scope[name])
+    scopes = (config, nested if isinstance(nested, dict) else {})
+    for scope, name in (*product(scopes, _CONTEXT_FIELDS), *product(scopes, _RARE_FIELDS)):
+        if scope.get(name) is not None:
+            return _checked_context(path, name, scope[name])
     if isinstance(nested, dict):  # such configs leave out what transformers' own classes have as default
         from transformers import AutoConfig
 

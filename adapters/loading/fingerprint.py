@@ -14,11 +14,12 @@ from posttrainllm.adapters.loading.gguf_types import is_gguf
 from posttrainllm.adapters.loading.tinygpt_header import is_tinygpt, read_header
 from posttrainllm.kernel.errors import CheckpointError
 
-__all__ = ["fingerprint", "tokenizer_fingerprint"]
+__all__ = ["adapter_fingerprint", "fingerprint", "tokenizer_fingerprint"]
 
 _WHOLE_BYTES = 2**30
 _BLOCK_BYTES = 2**20
 _BLOCKS = 256
+_ADAPTER_FILES = ("adapter_config.json", "adapters.safetensors", "adapter_model.safetensors")
 _TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json"),
@@ -41,6 +42,22 @@ def fingerprint(path: str | Path) -> str:
     if path.is_dir():
         return _of_files(path, [path / "config.json", *sorted(path.glob("model*.safetensors"))])
     return _of_files(path, [path])
+
+
+def adapter_fingerprint(path: str | Path) -> str:
+    """Hash what an adapter changes of a model's logits: its config and its tensors.
+
+    Args:
+        path: its directory.
+
+    Returns:
+        As `fingerprint`.
+
+    Raises:
+        CheckpointError: there is nothing to hash, or it cannot be read.
+    """
+    path = Path(path)
+    return _of_files(path, [path / name for name in _ADAPTER_FILES])
 
 
 def tokenizer_fingerprint(path: str | Path) -> str:

@@ -10,7 +10,7 @@ __all__ = ["locate"]
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # what mlx-lm reads, but no code: a checkpoint's own Python files are never run
-_FILES = ["*.json", "model*.safetensors", "*.jinja", "*.model", "*.tiktoken", "*.txt"]
+_FILES = ["*.json", "model*.safetensors", "adapter*.safetensors", "*.jinja", "*.model", "*.tiktoken", "*.txt"]
 
 
 def locate(model: str | Path) -> Path:

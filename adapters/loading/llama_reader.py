@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
+from posttrainllm.adapters.loading.adapter import Adapter
+from posttrainllm.adapters.loading.adapter_arrays import fuse_adapter
 from posttrainllm.adapters.loading.checkpoint import Checkpoint
 from posttrainllm.adapters.loading.llama import Linear, LlamaLayer, LlamaWeights
 from posttrainllm.adapters.loading.llama_config import LlamaConfig, read_config
@@ -22,7 +24,7 @@ class _OtherError(Exception):
     """The checkpoint is not one that is read here."""
 
 
-def read_llama(checkpoint: Checkpoint, dtype: str) -> LlamaWeights | None:
+def read_llama(checkpoint: Checkpoint, dtype: str, adapter: Adapter | None = None) -> LlamaWeights | None:
     """Read a model of the Llama shape: Llama, Mistral, Qwen2, Qwen3, dense or quantised by mlx-lm.
 
     The arrays have the bits that mlx-lm's module has after loading. They are read, cast and put together one by one, so
@@ -31,12 +33,19 @@ def read_llama(checkpoint: Checkpoint, dtype: str) -> LlamaWeights | None:
     Args:
         checkpoint: a checked directory.
         dtype: "float32", "float16" or "bfloat16"; quantised weights keep their bits and take it for the rest.
+        adapter: put into dense weights; quantised ones would have to be quantised again, and be others.
 
     Returns:
-        The weights, in memory; None for every other checkpoint, and for one whose tensors and config do not fit.
+        The weights, in memory; None for every other checkpoint, for one whose tensors and config do not fit, and for a
+        quantised one with an adapter.
+
+    Raises:
+        CheckpointError: the adapter does not fit.
     """
     config = read_config(checkpoint.config)
     if config is None or (checkpoint.path / "hf_quant_config.json").exists():
+        return None
+    if adapter is not None and config.quantization is not None:
         return None
     arrays: dict[str, mx.array] = {}
     for file in sorted(checkpoint.path.glob("model*.safetensors")):
@@ -48,6 +57,8 @@ def read_llama(checkpoint: Checkpoint, dtype: str) -> LlamaWeights | None:
             return None
         arrays |= found
     del found  # it would hold every tensor
+    if adapter is not None:
+        fuse_adapter(arrays, adapter, config, dtype)
     return fuse_llama(arrays, config, dtype)
 
 

@@ -1,6 +1,8 @@
 """An mlx-lm module as a pure `Forward`."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+import io
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -8,13 +10,18 @@ import attrs
 import mlx.core as mx
 from mlx.utils import tree_reduce
 
-from posttrainllm.adapters.loading.checkpoint import Checkpoint
+from posttrainllm.adapters.loading.adapter import Adapter
+from posttrainllm.adapters.loading.checkpoint import Checkpoint, readable
+from posttrainllm.adapters.loading.families import check_family, family_forward, family_of
 from posttrainllm.adapters.loading.gguf_module import gguf_module
+from posttrainllm.adapters.loading.layer_caches import LayerCaches, LayerViews, read_caches
 from posttrainllm.adapters.loading.llama_config import lifted_rope
+from posttrainllm.adapters.loading.packed import packed_forward, packed_shapes
 from posttrainllm.kernel.cache import CacheView
 from posttrainllm.kernel.compiled import compile_prefill
 from posttrainllm.kernel.errors import CheckpointError, UnsupportedModelError
 from posttrainllm.kernel.forward import Forward
+from posttrainllm.kernel.quantized_cache import ENTRIES, Packing
 from posttrainllm.kernel.state import KVCache
 
 if TYPE_CHECKING:  # a model that needs no mlx-lm does not load MLX's layers either
@@ -34,20 +41,27 @@ class Model:
     """Rows of its logits, padding included."""
     context: int
     kv_shapes: tuple[tuple[int, int, int], ...] = attrs.field(repr=False)
-    """(H, size of a key, size of a value) for every layer."""
+    """(H, size of a key, size of a value) for every pair of its caches, which is mostly one a layer, or for each of a
+    layer's three places where they are quantised."""
     kv_dtype: mx.Dtype
+    """Of keys and values; of their scales where they are quantised."""
+    packing: Packing | None = None
+    """How keys and values are quantised; None where they are not."""
     variant: str = "module"
-    """Which forward it is: "module" (mlx-lm's own) or one of variants.py. Bits may differ between them."""
+    """Which forward it is: "module" (mlx-lm's own; with quantised keys and values "module-kv8g64" and so on) or one of
+    variants.py. Bits may differ between them."""
     copies_cache: bool = False
     """Whether its forward reads the cache beside the write, which then copies it."""
     windows: tuple[int | None, ...] = ()
-    """The sliding window of every layer, None for full attention."""
+    """The sliding window of every pair, None for full attention."""
     family: str = "model"
     """mlx-lm's name of the architecture."""
     module_loader: "Callable[[], Module] | None" = attrs.field(default=None, repr=False)
     """Of `module`; None where mlx-lm has none."""
     weight_bytes: int = 0
     """Of all parameters as loaded."""
+    adapter: str | None = None
+    """The adapter that it was loaded with, as it was given."""
 
     @property
     def module(self) -> "Module | None":
@@ -61,73 +75,104 @@ class Model:
 
     def kv_bytes(self, capacity: int) -> int:
         """Bytes of one row's cache of `capacity` slots."""
-        return sum(heads * capacity * (key + value) for heads, key, value in self.kv_shapes) * self.kv_dtype.size
+        return sum(
+            heads * capacity * (key + value) * dtype.size
+            for (heads, key, value), dtype in zip(self.kv_shapes, self._kv_dtypes, strict=True)
+        )
 
     def make_kv(self, rows: int, capacity: int) -> KVCache:
         """A cache of zeros: [rows, H, capacity, D] for every layer."""
         return tuple(
             (
-                mx.zeros((rows, heads, capacity, key_size), dtype=self.kv_dtype),
-                mx.zeros((rows, heads, capacity, value_size), dtype=self.kv_dtype),
+                mx.zeros((rows, heads, capacity, key_size), dtype=dtype),
+                mx.zeros((rows, heads, capacity, value_size), dtype=dtype),
             )
-            for heads, key_size, value_size in self.kv_shapes
+            for (heads, key_size, value_size), dtype in zip(self.kv_shapes, self._kv_dtypes, strict=True)
         )
 
+    @property
+    def _kv_dtypes(self) -> tuple[mx.Dtype, ...]:
+        """Of each of the shapes."""
+        if self.packing is None:
+            return (self.kv_dtype,) * len(self.kv_shapes)
+        return (mx.uint32, self.kv_dtype, self.kv_dtype) * (len(self.kv_shapes) // ENTRIES)
 
-def module_forward(module: "Module", windows: Sequence[int | None]) -> Forward:
+
+def module_forward(module: "Module", caches: LayerCaches, packing: Packing | None = None) -> Forward:
     """Wrap a module whose layers take mlx-lm caches.
 
     Args:
-        module: called as module(tokens, cache=[one view a layer]).
-        windows: for every layer the sliding window that its own cache would keep, None where it keeps everything.
+        module: called as module(tokens, cache=[its list of views]), or by a forward of `families` where it has one.
+        caches: where it keeps keys and values.
+        packing: of quantised keys and values; None for floats.
 
     Returns:
         The pure forward.
     """
+    if packing is not None:
+        return packed_forward(module, caches.windows, packing)
     view_class = _view_class(module)
+    run = family_forward(family_of(module)) or _call
 
     def forward(tokens: mx.array, kv: KVCache, position: mx.array) -> tuple[mx.array, KVCache]:
-        views = [
-            view_class(keys, values, position, window=window)
-            for (keys, values), window in zip(kv, windows, strict=True)
-        ]
-        logits = module(tokens, cache=views)
+        entries, views = caches.views(kv, position, view_class)
+        logits = run(module, tokens, entries)
         return logits, tuple((view.keys, view.values) for view in views)
 
     return forward
 
 
-def load_module(checkpoint: Checkpoint, dtype: str) -> "Module":
+def _call(module: "Module", tokens: mx.array, views: LayerViews) -> mx.array:
+    logits: mx.array = module(tokens, cache=views)
+    return logits
+
+
+def load_module(checkpoint: Checkpoint, dtype: str, adapter: Adapter | None = None) -> "Module":
     """Build the architecture, read the weights and cast them.
 
     Args:
         checkpoint: a checked directory.
         dtype: "float32", "float16" or "bfloat16"; quantised weights keep their bits and take it for the rest.
+        adapter: put on it, by mlx-lm's own layers; None for none.
 
     Returns:
         The module, its weights in memory.
 
     Raises:
-        CheckpointError: weights and config do not fit.
+        CheckpointError: weights and config do not fit, or the adapter does not.
         UnsupportedModelError: mlx-lm does not know the architecture.
     """
     from mlx_lm.utils import load_model  # pulls in transformers: seconds
 
+    said = io.StringIO()
     try:
         module: Module
         if checkpoint.gguf is not None:
             module = gguf_module(checkpoint.gguf, dtype)
         else:
-            module = load_model(checkpoint.path, lazy=True, model_config=lifted_rope(checkpoint.config))[0]
+            with contextlib.redirect_stdout(said):  # architectures print what they miss; a command's output is its own
+                module = load_model(checkpoint.path, lazy=True, model_config=lifted_rope(checkpoint.config))[0]
     except Exception as error:  # whatever an architecture makes of a config that it does not expect
         raise _translate(checkpoint.path, checkpoint.config, error) from None
+    except SystemExit:  # of one that misses a package
+        family, text = checkpoint.config.get("model_type"), " ".join(said.getvalue().split())
+        raise UnsupportedModelError(
+            f"{checkpoint.path}: mlx-lm cannot load {family!r:.100} here: {text:.300}"
+        ) from None
     module.set_dtype(getattr(mx, dtype))
     module.eval()
     mx.eval(module.parameters())  # type: ignore[no-untyped-call] # as MLX declares it
+    if adapter is not None:
+        from posttrainllm.adapters.loading.adapter_layers import adapt_module
+
+        with readable(adapter.path, "does not fit the model"):
+            adapt_module(module, adapter, dtype)
     return module
 
 
-def model_from_module(module: "Module", *, name: str, dtype: str, context: int) -> Model:
+def model_from_module(
+    module: "Module", *, name: str, dtype: str, context: int, packing: Packing | None = None
+) -> Model:
     """Find the shapes of a module's cache and logits, and wrap it.
 
     Args:
@@ -135,29 +180,31 @@ def model_from_module(module: "Module", *, name: str, dtype: str, context: int) 
         name: for messages.
         dtype: of its weights, for reports.
         context: positions it was made for.
+        packing: quantise keys and values so; None keeps them as they are computed.
 
     Returns:
         The model.
 
     Raises:
-        UnsupportedModelError: a layer keeps something other than keys and values by position, or the forward depends
-            on the value of a position and cannot be compiled.
+        UnsupportedModelError: a layer keeps something other than keys and values by position, the forward depends
+            on the value of a position and cannot be compiled, it cannot read quantised keys and values, or mlx-lm's
+            module does not work, here or anywhere.
     """
-    from mlx_lm.models.cache import make_prompt_cache
-
-    caches: list[Any] = make_prompt_cache(module)
-    windows = [_window(name, index, cache) for index, cache in enumerate(caches)]
-    logits = module(mx.zeros((1, 1), dtype=mx.int32), cache=caches)  # lazy: only its shape is read
+    family = family_of(module)
+    check_family(family, name=name)
+    caches, vocab_size = read_caches(module, name=name, dtype=dtype)
+    if packing is not None and (caches.listed or family_forward(family) is not None):
+        raise UnsupportedModelError(f"{name}: --kv-bits: got {packing.bits} for {family}, expected none")
     model = Model(
-        forward=module_forward(module, windows),
+        forward=module_forward(module, caches, packing),
         name=name,
         dtype=dtype,
-        vocab_size=logits.shape[-1],
+        vocab_size=vocab_size,
         context=context,
-        kv_shapes=tuple((c.keys.shape[1], c.keys.shape[3], c.values.shape[3]) for c in caches),
-        kv_dtype=caches[0].keys.dtype,
-        windows=tuple(windows),
-        family=type(module).__module__.rsplit(".", 1)[-1],
+        kv_shapes=caches.kv_shapes,
+        kv_dtype=caches.kv_dtype,
+        windows=caches.windows,
+        family=family,
         module_loader=lambda: module,
         weight_bytes=tree_reduce(
             lambda total, array: total + array.nbytes,
@@ -165,24 +212,12 @@ def model_from_module(module: "Module", *, name: str, dtype: str, context: int) 
             0,
         ),
     )
-    _check_traceable(model)
+    if packing is not None:
+        variant = f"module-kv{packing.bits}g{packing.group_size}"
+        packed = packed_shapes(name, caches.kv_shapes, packing)
+        model = attrs.evolve(model, kv_shapes=packed, packing=packing, variant=variant)
+    _check_traceable(model, "" if packing is None else " with quantised keys and values (--kv-bits)")
     return model
-
-
-def _window(name: str, index: int, cache: Any) -> int | None:
-    """The window of a layer that mlx-lm gives this cache; what rewinding by length cannot undo is refused."""
-    from mlx_lm.models.cache import KVCache as GrowingCache
-    from mlx_lm.models.cache import RotatingKVCache
-
-    if type(cache) is GrowingCache:
-        return None
-    if type(cache) is RotatingKVCache and cache.keep == 0:
-        return int(cache.max_size)  # the whole history is kept here, so that a mask can do what rotating does
-    kept = f"{type(cache).__name__} with keep={cache.keep}" if type(cache) is RotatingKVCache else type(cache).__name__
-    raise UnsupportedModelError(
-        f"{name}: layer {index} has the cache {kept}, expected keys and values by position: "
-        "what it holds cannot be rewound when a proposal is refused"
-    )
 
 
 class _GroupedView(CacheView):
@@ -200,16 +235,16 @@ def _view_class(module: "Module") -> type[CacheView]:
     return _GroupedView if grouped else CacheView
 
 
-def _check_traceable(model: Model) -> None:
+def _check_traceable(model: Model, what: str) -> None:
     """Trace the forward once: one that reads the value of a position cannot be a pure function of arrays."""
-    rows = 3  # one would hide a mask that lines up with the wrong axis
+    rows = 11  # a count that no axis has by chance, so that no mask lines up with the wrong one
     try:
         compile_prefill(model.forward)(
             mx.zeros((rows, 2), dtype=mx.int32), model.make_kv(rows, 8), mx.zeros((rows,), dtype=mx.int32)
         )
-    except (ValueError, TypeError, RuntimeError) as error:
+    except (AttributeError, ValueError, TypeError, RuntimeError) as error:
         text = " ".join(str(error).split())[:200]
-        raise UnsupportedModelError(f"{model.name}: its forward cannot be compiled: {text}") from None
+        raise UnsupportedModelError(f"{model.name}: its forward cannot be compiled{what}: {text}") from None
 
 
 def _translate(path: Path, config: dict[str, Any], error: Exception) -> CheckpointError | UnsupportedModelError:

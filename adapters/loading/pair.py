@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import attrs
 
+from posttrainllm.adapters.loading.adapter import Adapter, read_adapter
+from posttrainllm.adapters.loading.changes import UNCHANGED, ModelChanges
 from posttrainllm.adapters.loading.checkpoint import Checkpoint, read_checkpoint
 from posttrainllm.adapters.loading.hub import locate
-from posttrainllm.adapters.loading.pairing import check_pair, model_notes
+from posttrainllm.adapters.loading.pairing import change_notes, check_pair, model_notes
 from posttrainllm.adapters.loading.tokenizer import Tokenizer, load_tokenizer
 from posttrainllm.adapters.runtime import Runtime, start
 from posttrainllm.kernel.errors import CheckpointError, UsageError
@@ -16,9 +18,11 @@ from posttrainllm.kernel.errors import CheckpointError, UsageError
 if TYPE_CHECKING:  # it imports MLX, and the BLAS must come first
     from posttrainllm.adapters.loading.module import Model
 
-__all__ = ["DTYPES", "FORWARDS", "Pair", "embedded_path", "load_pair", "resolve_dtype"]
+__all__ = ["AUTO", "DTYPES", "FORWARDS", "Pair", "embedded_path", "load_pair", "resolve_dtype", "with_draft"]
 
 _Compiled = TypeVar("_Compiled")
+AUTO = "auto"
+"""In place of a draft: the one here that pays best. A directory of that name is ./auto."""
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 FORWARDS = ("auto", "module")
 _EMBEDDED_TARGET, _EMBEDDED_DRAFT = "target-16m", "draft-3m"
@@ -58,6 +62,14 @@ class Pair:
         return f"forward: target {self.target.variant}{draft}"
 
     @property
+    def adapters(self) -> dict[str, str]:
+        """Of "target" and "draft", those that have one, as it was given."""
+        models = {"target": self.target, "draft": self.draft}
+        return {
+            role: model.adapter for role, model in models.items() if model is not None and model.adapter is not None
+        }
+
+    @property
     def vocab_size(self) -> int:
         """Ids that may be emitted: the target's rows that the tokenizer knows."""
         return min(self.target.vocab_size, self.tokenizer.size)
@@ -77,6 +89,7 @@ def load_pair(
     speculate: bool = True,
     dtype: str = "auto",
     forward: str = "auto",
+    changes: ModelChanges = UNCHANGED,
 ) -> Pair:
     """Load what the arguments name.
 
@@ -90,6 +103,7 @@ def load_pair(
             weights without loss and is faster there, given a real BLAS or quantised weights.
         forward: one of FORWARDS, for both models. "auto" takes a forward of ours for models of the Llama shape,
             "module" mlx-lm's module for all.
+        changes: adapters, and how keys and values are kept.
 
     Returns:
         The loaded pair.
@@ -106,30 +120,73 @@ def load_pair(
     for name, path in (("model", model), ("draft-model", draft_model)):
         if path is not None and (not isinstance(path, (str, Path)) or not str(path)):
             raise UsageError(f"--{name}: got {path!r}, expected the path of a directory or an id of the hub")
+    if draft_model == AUTO:  # whoever can choose one has done so before
+        raise UsageError(f"--draft-model: got {AUTO!r}, expected a model: `posttrainllm match` says which one pays")
     if draft_model is not None and not speculate:
         raise UsageError("got both a draft model and no speculation, expected one of them")
+    if draft_model is None and model is None and speculate:
+        draft_model = embedded_path(_EMBEDDED_DRAFT)
+    changes.check(drafted=draft_model is not None)
     runtime = start()
     from posttrainllm.adapters.loading.memory import check_weights
 
-    if draft_model is None and model is None and speculate:
-        draft_model = embedded_path(_EMBEDDED_DRAFT)
     names = [model if model is not None else embedded_path(_EMBEDDED_TARGET)]
     names += [draft_model] if draft_model is not None else []
     checkpoints = [read_checkpoint(locate(name)) for name in names]
+    named = (changes.adapter_path, changes.draft_adapter_path)
+    adapters = [None if path is None else read_adapter(path) for path in named][: len(names)]
     dtypes = [resolve_dtype(dtype, checkpoint, runtime) for checkpoint in checkpoints]
     check_weights(checkpoints, dtypes)
     tokenizers = [load_tokenizer(checkpoint) for checkpoint in checkpoints]
     models = [
-        _load_model(checkpoint, str(name), dtype_of_it, forward)
-        for checkpoint, name, dtype_of_it in zip(checkpoints, names, dtypes, strict=True)
+        _load_model(checkpoint, str(name), dtype_of_it, forward, adapter, changes)
+        for checkpoint, name, dtype_of_it, adapter in zip(checkpoints, names, dtypes, adapters, strict=True)
     ]
     if draft_model is None:
         reason = "the draft was switched off" if not speculate else "no draft model was given"
-        notes = model_notes(checkpoints, models, tokenizers[0])
+        notes = model_notes(checkpoints, models, tokenizers[0]) + change_notes(adapters, models)
         return Pair(target=models[0], draft=None, tokenizer=tokenizers[0], runtime=runtime, reason=reason, notes=notes)
     differences = check_pair(*tokenizers, draft_rows=models[1].vocab_size)
-    notes = differences + model_notes(checkpoints, models, tokenizers[0])
+    notes = differences + model_notes(checkpoints, models, tokenizers[0]) + change_notes(adapters, models)
     return Pair(target=models[0], draft=models[1], tokenizer=tokenizers[0], runtime=runtime, reason=None, notes=notes)
+
+
+def with_draft(
+    pair: Pair,
+    draft_model: str | Path,
+    *,
+    dtype: str = "auto",
+    forward: str = "auto",
+    changes: ModelChanges = UNCHANGED,
+) -> Pair:
+    """Add a draft to a target that is loaded.
+
+    Args:
+        pair: of which the target is taken.
+        draft_model: as of `load_pair`.
+        dtype: of the draft, one of DTYPES.
+        forward: of the draft, one of FORWARDS.
+        changes: those of the target; the draft's keys and values are kept likewise.
+
+    Returns:
+        A pair of the same target and the draft.
+
+    Raises:
+        LoadError: the draft cannot be used, or does not fit the target; what its tokenizer tells comes before its
+            weights are read.
+        MemoryLimitError: its weights cannot fit beside the target's.
+    """
+    from posttrainllm.adapters.loading.memory import check_weights
+
+    checkpoints = [read_checkpoint(locate(name)) for name in (pair.target.name, draft_model)]
+    own = resolve_dtype(dtype, checkpoints[1], pair.runtime)
+    check_weights(checkpoints[1:], [own])
+    tokenizer = load_tokenizer(checkpoints[1])
+    check_pair(pair.tokenizer, tokenizer, draft_rows=tokenizer.size)
+    draft = _load_model(checkpoints[1], str(draft_model), own, forward, None, changes)
+    differences = check_pair(pair.tokenizer, tokenizer, draft_rows=draft.vocab_size)
+    notes = differences + model_notes(checkpoints, [pair.target, draft], pair.tokenizer)
+    return attrs.evolve(pair, draft=draft, reason=None, notes=notes)
 
 
 def resolve_dtype(dtype: str, checkpoint: Checkpoint, runtime: Runtime) -> str:
@@ -150,10 +207,14 @@ def resolve_dtype(dtype: str, checkpoint: Checkpoint, runtime: Runtime) -> str:
     return checkpoint.dtype
 
 
-def _load_model(checkpoint: Checkpoint, name: str, dtype: str, forward: str) -> "Model":
+def _load_model(
+    checkpoint: Checkpoint, name: str, dtype: str, forward: str, adapter: Adapter | None, changes: ModelChanges
+) -> "Model":
     from posttrainllm.adapters.loading.variants import load_model
+    from posttrainllm.kernel.quantized_cache import Packing
 
-    model = load_model(checkpoint, name=name, dtype=dtype, forward=forward)
+    packing = None if changes.kv_bits is None else Packing(bits=changes.kv_bits, group_size=changes.kv_group_size)
+    model = load_model(checkpoint, name=name, dtype=dtype, forward=forward, adapter=adapter, packing=packing)
     if checkpoint.context is None:  # said last: of a model that keeps no keys and values it is not the news
         raise CheckpointError(f"{checkpoint.path}/config.json: max_position_embeddings is missing")
     return model

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from posttrainllm.adapters.loading.adapter import Adapter
 from posttrainllm.adapters.loading.checkpoint import Checkpoint
 from posttrainllm.adapters.loading.tokenizer import Tokenizer
 from posttrainllm.kernel.errors import PairError
@@ -10,7 +11,7 @@ from posttrainllm.kernel.errors import PairError
 if TYPE_CHECKING:  # it imports MLX, and the BLAS must come first
     from posttrainllm.adapters.loading.module import Model
 
-__all__ = ["check_pair", "model_notes"]
+__all__ = ["change_notes", "check_pair", "model_notes"]
 
 
 def check_pair(target: Tokenizer, draft: Tokenizer, *, draft_rows: int) -> tuple[str, ...]:
@@ -84,4 +85,25 @@ def model_notes(checkpoints: Sequence[Checkpoint], models: Sequence["Model"], to
     holes = size - sum(index < size for index in tokenizer.vocabulary)
     if holes:
         lines.append(f"{holes} ids below {size} have no token in the tokenizer; they would be emitted as no text")
+    return tuple(lines)
+
+
+def change_notes(adapters: Sequence[Adapter | None], models: Sequence["Model"]) -> tuple[str, ...]:
+    """What was made of adapters and of `--kv-bits`.
+
+    Args:
+        adapters: of the target, and of the draft where there is one.
+        models: the same.
+
+    Returns:
+        One line each.
+    """
+    lines = []
+    for role, adapter, model in zip(("target", "draft"), adapters, models, strict=False):
+        if adapter is not None:
+            beside = adapter.kind != "full" and model.variant.startswith("module")
+            how = "kept beside the weights" if beside else "fused into the weights"
+            lines.append(f"{role} adapter {adapter.name}: {adapter.description}, {how}")
+    if models[0].packing is not None:
+        lines.append("--kv-bits: mlx-lm's modules compute, since their attention alone reads quantised keys and values")
     return tuple(lines)

@@ -10,6 +10,7 @@ from functools import cache
 import attrs
 import mlx.core as mx
 
+from posttrainllm.adapters.loading.adapter import Adapter
 from posttrainllm.adapters.loading.checkpoint import Checkpoint, readable
 from posttrainllm.adapters.loading.cpu_llama import cpu_llama_forward
 from posttrainllm.adapters.loading.cuda_llama import cuda_llama_forward, one_buffer, unsupported
@@ -29,6 +30,7 @@ from posttrainllm.adapters.runtime import LOGGER, Runtime, start
 from posttrainllm.adapters.user_cache import user_cache
 from posttrainllm.kernel.errors import BackendError, UnsupportedModelError
 from posttrainllm.kernel.forward import Forward
+from posttrainllm.kernel.quantized_cache import Packing
 
 __all__ = ["load_model", "model_from_weights"]
 
@@ -77,7 +79,15 @@ _VARIANTS = (
 )
 
 
-def load_model(checkpoint: Checkpoint, *, name: str, dtype: str, forward: str = "auto") -> Model:
+def load_model(
+    checkpoint: Checkpoint,
+    *,
+    name: str,
+    dtype: str,
+    forward: str = "auto",
+    adapter: Adapter | None = None,
+    packing: Packing | None = None,
+) -> Model:
     """Load a checkpoint and choose its forward.
 
     Args:
@@ -85,15 +95,26 @@ def load_model(checkpoint: Checkpoint, *, name: str, dtype: str, forward: str = 
         name: for messages, and to find it again.
         dtype: "float32", "float16" or "bfloat16".
         forward: "auto" takes a forward of ours where there is one for the model, "module" mlx-lm's module.
+        adapter: fused into dense weights of a forward of ours; on mlx-lm's modules it stays beside the weights.
+        packing: of quantised keys and values, which mlx-lm's modules alone read; None for floats.
 
     Returns:
         The model, its weights in memory.
 
     Raises:
-        CheckpointError: weights and config do not fit.
-        UnsupportedModelError: nothing here can run the architecture.
+        CheckpointError: weights and config do not fit, or the adapter does not.
+        UnsupportedModelError: nothing here can run the architecture, or run it so.
     """
+    model = _load_model(checkpoint, name, dtype, "module" if packing is not None else forward, adapter, packing)
+    return model if adapter is None else attrs.evolve(model, adapter=adapter.name)
+
+
+def _load_model(
+    checkpoint: Checkpoint, name: str, dtype: str, forward: str, adapter: Adapter | None, packing: Packing | None
+) -> Model:
     context = checkpoint.context or 0
+    if checkpoint.native is not None:
+        _refuse_changes(checkpoint, "a .tinygpt file", adapter, packing)
     if checkpoint.native is not None and forward != "auto":
         raise UnsupportedModelError(f"{checkpoint.path}: --forward: got {forward} for a .tinygpt file, expected auto")
     if forward == "auto":
@@ -102,14 +123,27 @@ def load_model(checkpoint: Checkpoint, *, name: str, dtype: str, forward: str = 
                 return _gpt_model(read_tinygpt(checkpoint.native, dtype), name=name, dtype=dtype)
             exported = read_exported(checkpoint, dtype)
             if exported is not None:
+                _refuse_changes(checkpoint, "an exported .tinygpt file", adapter, packing)
                 return _gpt_model(exported, name=name, dtype=dtype)
-            weights = read_llama(checkpoint, dtype) if checkpoint.gguf is None else _read_gguf(checkpoint.gguf, dtype)
+            if checkpoint.gguf is not None:
+                _refuse_changes(checkpoint, "a GGUF file", adapter, None)
+                weights = _read_gguf(checkpoint.gguf, dtype)
+            else:
+                weights = read_llama(checkpoint, dtype, adapter)
         if weights is not None:
             model = model_from_weights(weights, name=name, dtype=dtype, context=context)
-            return attrs.evolve(model, module_loader=cache(lambda: load_module(checkpoint, dtype)))
-    module = load_module(checkpoint, dtype)
+            return attrs.evolve(model, module_loader=cache(lambda: load_module(checkpoint, dtype, adapter)))
+    module = load_module(checkpoint, dtype, adapter)
     with readable(checkpoint.path, "config.json describes no model that runs"):
-        return model_from_module(module, name=name, dtype=dtype, context=context)
+        return model_from_module(module, name=name, dtype=dtype, context=context, packing=packing)
+
+
+def _refuse_changes(checkpoint: Checkpoint, what: str, adapter: Adapter | None, packing: Packing | None) -> None:
+    """A GPT with learned positions is computed by one forward of ours, which knows nothing of them."""
+    if adapter is not None:
+        raise UnsupportedModelError(f"{checkpoint.path}: got the adapter {adapter.name} for {what}, expected none")
+    if packing is not None:
+        raise UnsupportedModelError(f"{checkpoint.path}: --kv-bits: got {packing.bits} for {what}, expected none")
 
 
 def _read_gguf(model: GgufModel, dtype: str) -> LlamaWeights | None:

@@ -25,6 +25,8 @@ _DIFFERS = 3
 @click.option(
     "--draft-model", metavar="PATH", help="Directory or hub id of the draft when it is not where the trace says."
 )
+@click.option("--adapter-path", metavar="PATH", help="Directory or hub id of the target's adapter when it has moved.")
+@click.option("--draft-adapter-path", metavar="PATH", help="The same for the draft's.")
 @click.option("--from-step", type=int, metavar="N", help="Start at step N, its caches refilled. Default: 0.")
 @click.option("--steps", type=int, metavar="M", help="Run M steps. Default: all.")
 @click.option("--uncompiled", is_flag=True, help="Run operation by operation instead of compiled.")
@@ -36,6 +38,8 @@ def replay(
     file: str,
     model: str | None,
     draft_model: str | None,
+    adapter_path: str | None,
+    draft_adapter_path: str | None,
     from_step: int | None,
     steps: int | None,
     uncompiled: bool,
@@ -61,7 +65,7 @@ def replay(
     elif trace.end is None and not as_json:
         click.echo(f"notice: {file}: has no end: the run was killed, or the file is cut", err=True)
     with _status(enabled=not as_json) as status:
-        pair, differing = _load(trace, model, draft_model, anyway)
+        pair, differing = _load(trace, (model, draft_model), (adapter_path, draft_adapter_path), anyway)
         for phrase in () if as_json else differing:
             click.echo(f"warning: {phrase}", err=True)
         compiled = trace.header.compiled and pair.runtime.compiled and not uncompiled
@@ -104,16 +108,18 @@ def _replay(
     return counts | format_.as_json(divergence, facts), lines, divergence is not None
 
 
-def _load(trace: "Trace", model: str | None, draft_model: str | None, anyway: bool) -> tuple["Pair", list[str]]:
+def _load(
+    trace: "Trace", models: tuple[str | None, str | None], moved: tuple[str | None, str | None], anyway: bool
+) -> tuple["Pair", list[str]]:
     """The trace's models, and what is not as it was there; refused unless anyway."""
-    from posttrainllm.adapters.replay.environment import differences, load_recorded, model_paths
+    from posttrainllm.adapters.replay.environment import adapter_paths, differences, load_recorded, model_paths
     from posttrainllm.adapters.runtime import start
 
-    paths = model_paths(trace.header, model, draft_model)
-    differing = differences(trace.header, start(), paths)
+    paths, adapters = model_paths(trace.header, *models), adapter_paths(trace.header, *moved)
+    differing = differences(trace.header, start(), paths, adapters)
     if differing and not anyway:
         raise _elsewhere(trace, differing)
-    pair, more = load_recorded(trace.header, paths)
+    pair, more = load_recorded(trace.header, paths, adapters)
     if more and not anyway:
         raise _elsewhere(trace, more)
     return pair, differing + more

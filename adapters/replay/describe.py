@@ -4,8 +4,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import attrs
+
 from posttrainllm.adapters.adaptive import curve_mode
-from posttrainllm.adapters.loading.fingerprint import fingerprint, tokenizer_fingerprint
+from posttrainllm.adapters.loading.fingerprint import adapter_fingerprint, fingerprint, tokenizer_fingerprint
 from posttrainllm.adapters.loading.hub import locate
 from posttrainllm.adapters.loading.pair import Pair, embedded_path
 from posttrainllm.adapters.replay.trace import Header, StepRecord
@@ -25,13 +27,14 @@ def fingerprints_of(pair: Pair) -> dict[str, str]:
         pair: loaded from what is still there.
 
     Returns:
-        Fingerprints of "target", "tokenizer" and, where there is one, "draft".
+        Fingerprints of "target", "tokenizer" and, where there are any, "draft", "target adapter", "draft adapter".
 
     Raises:
         CheckpointError: a directory is gone or cannot be read.
     """
     return {
         **{role: fingerprint(locate(model.name)) for role, model in _models(pair).items()},
+        **{f"{role} adapter": adapter_fingerprint(locate(adapter)) for role, adapter in pair.adapters.items()},
         "tokenizer": tokenizer_fingerprint(pair.tokenizer.path),
     }
 
@@ -85,6 +88,8 @@ def header_of(
         **{name: getattr(request, name) for name in ("presence_penalty", "frequency_penalty", "repetition_penalty")},
         logit_bias=request.logit_bias,
         request_id=request_id,
+        adapters={role: _as_given(adapter) or adapter for role, adapter in pair.adapters.items()},
+        kv_packing=None if pair.target.packing is None else attrs.astuple(pair.target.packing),
         auto=None if engine.curves is None else engine.curves[curve_mode(request.mode)],
     )
 

@@ -2,14 +2,15 @@
 
 from pathlib import Path
 
-from posttrainllm.adapters.loading.fingerprint import fingerprint, tokenizer_fingerprint
+from posttrainllm.adapters.loading.changes import UNCHANGED, ModelChanges
+from posttrainllm.adapters.loading.fingerprint import adapter_fingerprint, fingerprint, tokenizer_fingerprint
 from posttrainllm.adapters.loading.hub import locate
 from posttrainllm.adapters.loading.pair import Pair, embedded_path, load_pair
 from posttrainllm.adapters.replay.trace import Header
 from posttrainllm.adapters.runtime import Runtime
 from posttrainllm.kernel.errors import CheckpointError, UsageError
 
-__all__ = ["differences", "load_recorded", "model_paths"]
+__all__ = ["adapter_paths", "differences", "load_recorded", "model_paths"]
 
 _EMBEDDED = {"target": "target-16m", "draft": "draft-3m"}
 
@@ -42,13 +43,45 @@ def model_paths(header: Header, model: str | None, draft_model: str | None) -> d
     return paths
 
 
-def differences(header: Header, runtime: Runtime, paths: dict[str, Path]) -> list[str]:
+def adapter_paths(header: Header, adapter: str | None, draft_adapter: str | None) -> dict[str, Path]:
+    """Where the models' adapters are.
+
+    Args:
+        header: of the trace.
+        adapter: the target's when it has moved, a directory or an id of the hub.
+        draft_adapter: the draft's when it has moved.
+
+    Returns:
+        A directory for each that the trace has.
+
+    Raises:
+        UsageError: one is given for a model that had none.
+        CheckpointError: one is not there.
+    """
+    paths = {}
+    for role, given in {"target": adapter, "draft": draft_adapter}.items():
+        option = "--adapter-path" if role == "target" else "--draft-adapter-path"
+        recorded = header.adapters.get(role)
+        if recorded is None:
+            if given is not None:
+                raise UsageError(f"{option}: got {given} for a trace of a run without one, expected none")
+            continue
+        paths[role] = locate(given or recorded)
+        if not paths[role].exists():
+            raise CheckpointError(
+                f"{given or recorded}: got nothing there, expected the {role}'s adapter; name it as {option}"
+            )
+    return paths
+
+
+def differences(header: Header, runtime: Runtime, paths: dict[str, Path], adapters: dict[str, Path]) -> list[str]:
     """What is not here as it was where the trace was recorded; no model is loaded for it.
 
     Args:
         header: of the trace.
         runtime: of this process.
         paths: of `model_paths`.
+        adapters: of `adapter_paths`.
 
     Returns:
         A phrase for each difference; none when the bits can be expected to be equal.
@@ -60,12 +93,14 @@ def differences(header: Header, runtime: Runtime, paths: dict[str, Path]) -> lis
         **{name: getattr(runtime, name) for name in ("device", "device_name")},
         **{"BLAS": runtime.blas, **runtime.versions},
         **{f"{role} model": fingerprint(path) for role, path in paths.items()},
+        **{f"{role} adapter": adapter_fingerprint(path) for role, path in adapters.items()},
         "tokenizer": tokenizer_fingerprint(paths["target"]),
     }
     there = {
         **{name: getattr(header, name) for name in ("device", "device_name")},
         **{"BLAS": header.blas, **header.versions},
         **{f"{role} model": header.fingerprints[role] for role in paths},
+        **{f"{role} adapter": header.fingerprints[f"{role} adapter"] for role in adapters},
         "tokenizer": header.fingerprints["tokenizer"],
     }
     found = [
@@ -78,12 +113,13 @@ def differences(header: Header, runtime: Runtime, paths: dict[str, Path]) -> lis
     return found
 
 
-def load_recorded(header: Header, paths: dict[str, Path]) -> tuple[Pair, list[str]]:
+def load_recorded(header: Header, paths: dict[str, Path], adapters: dict[str, Path]) -> tuple[Pair, list[str]]:
     """Load the models of a trace in its dtypes, computed by its forwards.
 
     Args:
         header: of the trace.
         paths: of `model_paths`.
+        adapters: of `adapter_paths`.
 
     Returns:
         The pair, and a phrase for each dtype, forward or size that is not the trace's.
@@ -93,11 +129,18 @@ def load_recorded(header: Header, paths: dict[str, Path]) -> tuple[Pair, list[st
     """
     dtypes = set(header.dtype.values())
     forwards = set(header.variants.values())
+    bits, group_size = header.kv_packing or (None, UNCHANGED.kv_group_size)
     pair = load_pair(
         paths["target"],
         paths.get("draft"),
         dtype=dtypes.pop() if len(dtypes) == 1 else "auto",
         forward="module" if forwards == {"module"} else "auto",
+        changes=ModelChanges(
+            adapter_path=adapters.get("target"),
+            draft_adapter_path=adapters.get("draft"),
+            kv_bits=bits,
+            kv_group_size=group_size,
+        ),
     )
     models = {"target": pair.target} if pair.draft is None else {"target": pair.target, "draft": pair.draft}
     found = [

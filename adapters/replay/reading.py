@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrainllm.adapters.adaptive import Curve
+from posttrainllm.adapters.loading.changes import KV_BITS, KV_GROUP_SIZES
 from posttrainllm.adapters.loading.pair import DTYPES
 from posttrainllm.adapters.params import MAX_DRAFT_K, SamplingParams, is_int
 from posttrainllm.adapters.replay.trace import FORMAT, Header, StepRecord, Trace
@@ -160,6 +161,10 @@ def _header(line: _Line) -> Header:
         params.check_ids(vocab_size)
     except (CapacityError, UsageError) as error:
         raise TraceError(f"line {line.number}: sampling: {error}") from None
+    adapters = line.texts("adapters") if "adapters" in line.value else {}
+    strange = [name for name in adapters if name not in names]
+    if strange:
+        line.refuse("adapters", strange[0], f"those of {' and '.join(names)}")
     return Header(
         versions=line.texts("versions", "posttrainllm", "mlx", "mlx-lm"),
         device=line.text("device"),
@@ -168,7 +173,7 @@ def _header(line: _Line) -> Header:
         compiled=line.flag("compiled"),
         dtype={name: line.nested("dtype").one_of(name, DTYPES[1:]) for name in names},
         models=models,
-        fingerprints=line.texts("fingerprints", *names, "tokenizer"),
+        fingerprints=line.texts("fingerprints", *names, *(f"{name} adapter" for name in adapters), "tokenizer"),
         vocab_size=vocab_size,
         rows=rows,
         row=line.integer("row", 0, rows - 1),
@@ -191,8 +196,17 @@ def _header(line: _Line) -> Header:
         variants=line.texts("variants", *names) if "variants" in line.value else {},
         **{name: getattr(params, name) for name in _ADJUSTMENTS},
         request_id=line.text("request_id") if "request_id" in line.value else None,
+        adapters=adapters,
+        kv_packing=_packing(line.nested("kv")) if "kv" in line.value else None,
         auto=_curve(line.nested("auto"), drafted) if "auto" in line.value and drafted else None,
     )
+
+
+def _packing(line: _Line) -> tuple[int, ...]:
+    """Bits and group size of quantised keys and values."""
+    for name, known in (("bits", KV_BITS), ("group_size", KV_GROUP_SIZES)):
+        line.take(name, lambda got, known=known: is_int(got) and got in known, f"one of {', '.join(map(str, known))}")
+    return int(line.value["bits"]), int(line.value["group_size"])
 
 
 def _curve(line: _Line, most: int) -> Curve:

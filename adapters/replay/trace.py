@@ -13,7 +13,8 @@ engine computed them, `finite` when it is false, and `mode` and `narrow_draft` w
 row among others. A cancelled run's end has no count. `variants` names the forwards; a trace without them is an older
 one, and takes those of here. The header's `sampling` has `logit_bias`, as pairs, and each penalty where the request
 uses it, and the header a `request_id` where a server gave one; a trace without them reads as one of a request that
-uses none.
+uses none. `adapters` and `kv` (bits and group size) are there where the models had any, and then `fingerprints` has the
+adapters', too.
 """
 
 from typing import Any
@@ -81,6 +82,10 @@ class Header:
     repetition_penalty: float = 1.0
     request_id: str | None = None
     """Of the server that decoded it."""
+    adapters: dict[str, str] = attrs.field(factory=dict)
+    """Directories or ids of the hub of the models' adapters, as they were given."""
+    kv_packing: tuple[int, ...] | None = None
+    """Bits and group size of quantised keys and values; None where they are not."""
     auto: Curve | None = None
     """What K was chosen by from step to step; None where it was the same in all."""
 
@@ -109,6 +114,8 @@ class Header:
             **{name: getattr(self, name) for name in ("versions", "device", "device_name", "blas", "compiled")},
             **{name: getattr(self, name) for name in ("dtype", "models", "fingerprints", "vocab_size")},
             **({"variants": self.variants} if self.variants else {}),
+            **({"adapters": self.adapters} if self.adapters else {}),
+            **({} if self.kv_packing is None else {"kv": dict(zip(_PACKING, self.kv_packing, strict=True))}),
             "shapes": {"B": self.rows, "C": self.capacity, "W": self.width, "prefill_chunk": self.chunk},
             "row": self.row,
             "K": self.proposals,
@@ -179,5 +186,6 @@ class Trace:
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "draft_k")
 _PENALTIES = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
+_PACKING = ("bits", "group_size")
 _CONFIG = ("mode", "narrow_draft")
 _SOMETIMES = ("margins", "finite", "draft_k", "drawn", *_CONFIG)

@@ -10,7 +10,9 @@ import click
 from posttrainllm.adapters.chat.conversation import Conversation
 from posttrainllm.adapters.draft_length import DraftLength
 from posttrainllm.adapters.gate.heed import unless_broken
-from posttrainllm.adapters.loading.pair import Pair, load_pair
+from posttrainllm.adapters.loading.changes import ModelChanges
+from posttrainllm.adapters.loading.pair import Pair
+from posttrainllm.adapters.match.auto import load_chosen, say
 from posttrainllm.adapters.options import (
     chat_options,
     check_system,
@@ -68,6 +70,7 @@ def sample(
     plain_width: int | None,
     dtype: str,
     forward: str,
+    changes: ModelChanges,
     record: str | None,
     as_json: bool,
     quiet: bool,
@@ -87,7 +90,17 @@ def sample(
         raise UsageError("--system and --chat-template-args: got them without --chat, expected --chat beside them")
     text = read_prompt(prompt, prompt_file)
     with _status(enabled=not (quiet or as_json)) as status:
-        pair = load_pair(model, draft_model, speculate=not no_draft, dtype=dtype, forward=forward)
+        pair, draft_k = load_chosen(
+            model,
+            draft_model,
+            speculate=not no_draft,
+            dtype=dtype,
+            forward=forward,
+            changes=changes,
+            draft_k=draft_k,
+            say=say,
+            tell=None if quiet else say,
+        )
         pair = unless_broken(pair, draft_k.on(pair.runtime.device))
         from posttrainllm.adapters.generation import Generation
 

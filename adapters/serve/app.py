@@ -24,6 +24,7 @@ from posttrainllm.adapters.serve.errors import ApiError, as_api_error
 from posttrainllm.adapters.serve.metrics import Ending, ending_of
 from posttrainllm.adapters.serve.ollama import served_name
 from posttrainllm.adapters.serve.ollama_answers import model_card, model_details
+from posttrainllm.adapters.serve.openapi import openapi
 from posttrainllm.adapters.serve.prepare import count_choices
 from posttrainllm.adapters.serve.refusals import ollama_refusal, refusal, unexpected, unrouted
 from posttrainllm.adapters.serve.request_options import unknown_model
@@ -56,6 +57,7 @@ def make_app(scheduler: Scheduler, settings: ServeSettings, *, cors_origins: tup
     routes = [
         Route("/health", api.health, methods=["GET"]),
         Route("/metrics", api.guarded(api.metrics), methods=["GET"]),
+        Route("/openapi.json", api.guarded(api.openapi), methods=["GET"]),
         Route("/v1/models", api.guarded(api.models), methods=["GET"]),
         Route("/v1/models/{name:path}", api.guarded(api.model), methods=["GET"]),
         Route("/v1/chat/completions", api.generating(CHAT), methods=["POST"]),
@@ -92,6 +94,7 @@ class _Api:
 
     def __init__(self, scheduler: Scheduler, settings: ServeSettings) -> None:
         self._scheduler, self._settings = scheduler, settings
+        self._document: bytes | None = None
         # long prompts take seconds to encode, and the loop has streams to send
         self._encoder = ThreadPoolExecutor(max_workers=1, thread_name_prefix="encode")
 
@@ -115,6 +118,13 @@ class _Api:
         body, content_type = self._scheduler.metrics.exposition(request.headers.get("accept", ""))
         return Response(body, headers={"content-type": content_type})
 
+    async def openapi(self, request: Request) -> Response:
+        """GET /openapi.json: this API, for programs."""
+        if self._document is None:  # it takes too long for the loop, and for every time that somebody asks
+            made = await self._aside(lambda: JSONResponse(openapi(self._settings, self._version())).body)
+            self._document = bytes(made)
+        return Response(self._document, media_type="application/json")
+
     async def models(self, request: Request) -> Response:
         """GET /v1/models."""
         return JSONResponse({"object": "list", "data": [self._card()]})
@@ -132,12 +142,12 @@ class _Api:
 
     async def show(self, request: Request) -> Response:
         """POST /api/show, what Ollama says of a model."""
-        served_name(parse_object(await read_body(request, self._settings.max_body_bytes)), self._settings)
+        served_name(parse_object(await self._body(request)), self._settings)
         return JSONResponse(model_details(self._settings, self._scheduler.engine.pair))
 
     async def version(self, request: Request) -> Response:
         """GET /api/version, of this package."""
-        return JSONResponse({"version": self._scheduler.engine.pair.runtime.versions["posttrainllm"]})
+        return JSONResponse({"version": self._version()})
 
     def generating(self, dialect: Dialect, refused: _Refused | None = None) -> _Endpoint:
         """The endpoint of a dialect."""
@@ -177,7 +187,7 @@ class _Api:
         request_id = request.state.id = f"{dialect.id_prefix}-{secrets.token_hex(12)}"
         settings, scheduler = self._settings, self._scheduler
         tokenizer = scheduler.engine.pair.tokenizer
-        data = await read_body(request, settings.max_body_bytes)
+        data = await self._body(request)
         headers = {"x-request-id": request_id}
         try:
             body = await unless_gone(request, self._aside(lambda: dialect.parse(parse_object(data), settings)))
@@ -215,6 +225,9 @@ class _Api:
                 LOGGER.info("%s %s: the client left while its request was read", request.url.path, request_id)
             return Response(status_code=_CLIENT_GONE)
 
+    async def _body(self, request: Request) -> bytes:
+        return await read_body(request, self._settings.max_body_bytes, seconds=self._settings.body_timeout_s)
+
     async def _aside(self, work: Callable[[], _Result]) -> _Result:
         """Parse or encode on the encoder's thread."""
         return await asyncio.get_running_loop().run_in_executor(self._encoder, work)
@@ -231,6 +244,9 @@ class _Api:
                 code="invalid_api_key",
                 headers={"www-authenticate": "Bearer"},
             )
+
+    def _version(self) -> str:
+        return self._scheduler.engine.pair.runtime.versions["posttrainllm"]
 
     def _speculative(self) -> dict[str, Any]:
         engine = self._scheduler.engine

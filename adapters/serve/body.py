@@ -7,17 +7,18 @@ from typing import Any, NoReturn
 
 from starlette.requests import ClientDisconnect, Request
 
+from posttrainllm.adapters.serve.doors import BODY_S
 from posttrainllm.adapters.serve.errors import ApiError, invalid
 
 __all__ = ["parse_object", "read_body"]
 
-_BODY_S = 30.0
 _DEEPEST = 64
 _DIGITS = 100
+_MANY_DIGITS = re.compile(rb"[0-9]{%d}" % (_DIGITS + 1))
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # UTF-8 has none: only an escape can be half a pair
 
 
-async def read_body(request: Request, most: int, *, seconds: float = _BODY_S) -> bytes:
+async def read_body(request: Request, most: int, *, seconds: float = BODY_S) -> bytes:
     """Read a body whole.
 
     Args:
@@ -68,7 +69,8 @@ def parse_object(data: bytes) -> dict[str, Any]:
         ApiError: 400: it is none, or holds what is no text.
     """
     try:
-        value = json.loads(data.decode("utf-8"), parse_constant=_no_number, parse_int=_integer)
+        parse_int = _integer if _MANY_DIGITS.search(data) else None  # a call for every id of a prompt takes its time
+        value = json.loads(data.decode("utf-8"), parse_constant=_no_number, parse_int=parse_int)
     except UnicodeDecodeError as error:
         raise invalid(f"body: byte {error.start} is no UTF-8, expected a JSON object in UTF-8") from None
     except RecursionError:

@@ -16,7 +16,9 @@ from posttrainllm.adapters.engine import Engine
 from posttrainllm.adapters.gate.heed import AGAIN
 from posttrainllm.adapters.gate.paths import Shape
 from posttrainllm.adapters.gate.standing import GateMode, Standing, boot_standing, full_standing
-from posttrainllm.adapters.loading.pair import Pair, load_pair
+from posttrainllm.adapters.loading.changes import ModelChanges
+from posttrainllm.adapters.loading.pair import Pair
+from posttrainllm.adapters.match.auto import load_chosen
 from posttrainllm.adapters.params import AcceptRule
 from posttrainllm.adapters.replay.describe import fingerprints_of
 from posttrainllm.adapters.rows import RowRequest
@@ -45,6 +47,7 @@ class ServeOptions:
     draft_k: DraftLength
     dtype: str
     forward: str
+    changes: ModelChanges
     accept_rule: AcceptRule
     slots: int
     max_context: int | None
@@ -56,6 +59,7 @@ class ServeOptions:
     api_key: str | None = attrs.field(repr=False)
     served_model_name: str | None
     request_timeout_s: float | None
+    body_timeout_s: float
     record_dir: Path | None
 
 
@@ -80,20 +84,26 @@ def boot(options: ServeOptions) -> Served:
         GateError: --gate strict, and the verdict is not `identical`.
         PosttrainllmError: the models cannot be served.
     """
-    pair = load_pair(
+    pair, draft_k = load_chosen(
         options.model,
         options.draft_model,
         speculate=options.speculate,
         dtype=options.dtype,
         forward=options.forward,
+        changes=options.changes,
+        draft_k=options.draft_k,
+        rows=options.slots,
+        context=options.max_context or _DEFAULT_CONTEXT,
+        say=LOGGER.info,
+        tell=LOGGER.info,
     )
     if options.gate == "strict" and pair.draft is None:
         raise UsageError("--gate strict: got no draft model, expected one: there is nothing to gate")
     context = _context(pair, options.max_context)
-    most = options.draft_k.on(pair.runtime.device)
+    most = draft_k.on(pair.runtime.device)
     width = most + 1 if pair.draft is not None else 1
     shape = Shape(rows=options.slots, capacity=capacity_for(context, width), draft_k=most)
-    if options.draft_k.auto and pair.draft is not None:
+    if draft_k.auto and pair.draft is not None:
         shape = attrs.evolve(shape, curves=_curves(pair, shape))
     for note in (pair.forwards, *pair.notes):
         LOGGER.info("%s", note)
@@ -178,6 +188,7 @@ def _settings(
         prompt_vocab_size=pair.target.vocab_size,
         api_key=options.api_key,
         request_timeout_s=options.request_timeout_s,
+        body_timeout_s=options.body_timeout_s,
         created=int(time.time()),
         fingerprint=f"fp_{digest[:12]}",
     )

@@ -13,13 +13,19 @@ import click
 from posttrainllm.adapters.gate.command import FAILED
 from posttrainllm.adapters.options import accept_rule_option, draft_options, model_options
 from posttrainllm.adapters.params import check_width, is_text
-from posttrainllm.adapters.runtime import start
+from posttrainllm.adapters.runtime import LOGGER, start
+from posttrainllm.adapters.serve.api_key import check_variables, find_key
+from posttrainllm.adapters.serve.configuration import config_option, unknown_variables
 from posttrainllm.kernel.errors import GateError, UsageError
 
 __all__ = ["serve"]
 
 
-@click.command(context_settings={"auto_envvar_prefix": "POSTTRAINLLM"})
+_PREFIX = "POSTTRAINLLM"
+
+
+@click.command(context_settings={"auto_envvar_prefix": _PREFIX})
+@config_option()
 @model_options(envvar="POSTTRAINLLM_MODEL")
 @draft_options()
 @accept_rule_option()
@@ -46,10 +52,37 @@ __all__ = ["serve"]
     help="Proof at start that the draft changes nothing. auto: a verdict on file, else 8 prompts now and 100 in idle "
     "time. full: 100 now. strict: 100, and exit with 3 unless identical.",
 )
-@click.option("--api-key", metavar="KEY", help="Clients must send it as a Bearer token; better set as a variable.")
+@click.option(
+    "--api-key", metavar="KEY", help="Clients must send it as a Bearer token; better from a file or a variable."
+)
+@click.option("--api-key-file", metavar="FILE", help="File that holds the key, in one line.")
 @click.option("--cors-origin", multiple=True, metavar="ORIGIN", help="Web origin that may read answers; * is any.")
 @click.option("--served-model-name", metavar="NAME", help="What clients call the model. Default: its directory's name.")
 @click.option("--request-timeout", type=float, metavar="S", help="Most seconds that an answer may take.")
+@click.option(
+    "--header-timeout",
+    type=float,
+    default=10,
+    show_default=True,
+    metavar="S",
+    help="Most seconds that the headers of a request may take to arrive.",
+)
+@click.option(
+    "--body-timeout",
+    type=float,
+    default=30,
+    show_default=True,
+    metavar="S",
+    help="Most seconds that its body may take to arrive.",
+)
+@click.option(
+    "--max-connections",
+    type=int,
+    default=512,
+    show_default=True,
+    metavar="N",
+    help="Connections at one time; a further one takes the place of the one that has kept the server waiting longest.",
+)
 @click.option("--record-dir", metavar="DIR", help="Write a trace of every request there, for `posttrainllm replay`.")
 @click.option(
     "--log-level",
@@ -68,20 +101,39 @@ def serve(
     cors_origin: tuple[str, ...],
     log_level: str,
     request_timeout: float | None,
+    header_timeout: float,
+    body_timeout: float,
+    max_connections: int,
     record_dir: str | None,
+    api_key: str | None,
+    api_key_file: str | None,
     **options: Any,
 ) -> None:
     """Serve MODEL, a directory in Hugging Face / mlx-lm layout or an id of the hub, as OpenAI's API does.
 
     No MODEL: the embedded pair. A draft alone: the embedded target. MODEL alone: plain decoding.
 
-    Each option can be set as a variable: POSTTRAINLLM_PORT for --port, POSTTRAINLLM_API_KEY for --api-key, and so on.
+    Each option can be set as a variable: POSTTRAINLLM_PORT for --port, POSTTRAINLLM_API_KEY for --api-key, and so on;
+    or in a file, see --config.
     """
-    _check(port=port, request_timeout=request_timeout, cors_origin=cors_origin, **options)
+    check_variables()
+    options["api_key"] = find_key(click.get_current_context(), api_key, api_key_file)
+    _check(port=port, cors_origin=cors_origin, max_connections=max_connections, **options)
+    for name, seconds in (
+        ("request-timeout", request_timeout),
+        ("header-timeout", header_timeout),
+        ("body-timeout", body_timeout),
+    ):
+        if seconds is not None and not 0 < seconds < float("inf"):
+            raise UsageError(f"--{name}: got {seconds:g}, expected seconds, more than 0")
     _set_up_log(log_level)
+    unknown = unknown_variables(serve, os.environ, prefix=f"{_PREFIX}_")
+    if unknown:
+        LOGGER.warning("no option of this command: %s", ", ".join(unknown))
     folder = None if record_dir is None else _folder(record_dir)
     start()  # the BLAS comes before MLX, and the next lines import MLX
     from posttrainllm.adapters.serve.boot import ServeOptions
+    from posttrainllm.adapters.serve.doors import DoorLimits
     from posttrainllm.adapters.serve.lifecycle import bind, serve_until_stopped
 
     checked = ServeOptions(
@@ -89,12 +141,14 @@ def serve(
         draft_model=draft_model,
         speculate=not no_draft,
         request_timeout_s=request_timeout,
+        body_timeout_s=body_timeout,
         record_dir=folder,
         **options,
     )
     try:
         with bind(host, port) as listener:
-            code = serve_until_stopped(checked, listener, cors_origins=cors_origin)
+            limits = DoorLimits(header_s=header_timeout, body_s=body_timeout, connections=max_connections)
+            code = serve_until_stopped(checked, listener, cors_origins=cors_origin, limits=limits)
     except GateError as error:
         click.echo(f"error: {error}", err=True)
         code = FAILED
@@ -109,9 +163,8 @@ def _check(
     max_context: int | None,
     max_tokens_limit: int | None,
     prefix_cache_mb: int | None,
-    request_timeout: float | None,
+    max_connections: int,
     cors_origin: tuple[str, ...],
-    api_key: str | None,
     served_model_name: str | None,
     **_: Any,
 ) -> None:
@@ -119,6 +172,7 @@ def _check(
     check_width("port", port, 0, 65535)
     check_width("slots", slots, 1, 256)
     check_width("queue", queue, 0, 2**20)
+    check_width("max-connections", max_connections, 1, 2**20)
     for name, count, least in (
         ("max-context", max_context, 2),
         ("max-tokens-limit", max_tokens_limit, 1),
@@ -126,16 +180,8 @@ def _check(
     ):
         if count is not None:
             check_width(name, count, least, 2**24)
-    if request_timeout is not None and not 0 < request_timeout < float("inf"):
-        raise UsageError(f"--request-timeout: got {request_timeout:g}, expected seconds, more than 0")
     if served_model_name is not None and not (is_text(served_model_name) and served_model_name.isprintable()):
         raise UsageError("--served-model-name: got an empty text or one that cannot be printed, expected text")
-    if os.environ.get("POSTTRAINLLM_API_KEY") == "":  # click takes an empty variable for none: a server without a key
-        raise UsageError("POSTTRAINLLM_API_KEY: got an empty variable, expected a key, or no such variable")
-    if api_key is not None and not re.fullmatch("[!-~]([ -~]*[!-~])?", api_key):  # what a header can carry
-        raise UsageError(
-            "--api-key: got nothing, or what a header cannot carry, expected ASCII without spaces around it"
-        )
     for origin in cors_origin:
         if not re.fullmatch(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+", origin):  # anything else no browser would send
             raise UsageError(f"--cors-origin: got {origin!r}, expected * or an origin like https://app.example")

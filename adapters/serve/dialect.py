@@ -10,7 +10,7 @@ from posttrainllm.adapters.serve.answers import events, whole_answer
 from posttrainllm.adapters.serve.formats import ChatFormat, CompletionFormat, Format
 from posttrainllm.adapters.serve.ollama import parse_chat, parse_generate, prepare
 from posttrainllm.adapters.serve.ollama_answers import OllamaChat, OllamaGenerate, loaded, ollama_lines, ollama_whole
-from posttrainllm.adapters.serve.prepare import Work, prepare_chat, prepare_completion
+from posttrainllm.adapters.serve.prepare import Work, parse_completion, prepare_chat, prepare_completion
 from posttrainllm.adapters.serve.schema import ChatRequest, CompletionRequest, parse
 from posttrainllm.adapters.serve.settings import ServeSettings
 from posttrainllm.adapters.serve.submission import Submission
@@ -50,7 +50,7 @@ CHAT = Dialect(
 COMPLETIONS = Dialect(
     name="completions",
     id_prefix="cmpl",
-    parse=lambda value, _: parse(CompletionRequest, value),
+    parse=parse_completion,
     prepare=prepare_completion,
     shape_of=CompletionFormat,
     stream=events,

@@ -1,21 +1,22 @@
 """The state of a server at the moment of a scrape: read from it then, never kept."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from typing import TYPE_CHECKING
 
+import mlx.core as mx
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:  # which makes one of these
     from posttrainllm.adapters.serve.scheduler import Scheduler
 
-__all__ = ["StateCollector"]
+__all__ = ["ConnectionsCollector", "StateCollector"]
 
 _VERDICTS = ("identical", "width-identical", "provisional", "not gated", "broken")
 
 
 class StateCollector(Collector):
-    """Gauges of a scheduler; reads numbers that its thread writes, and no arrays.
+    """Gauges of a scheduler; reads numbers that its thread and MLX's allocator write, and no arrays.
 
     Args:
         scheduler: whose state is shown.
@@ -43,6 +44,7 @@ class StateCollector(Collector):
         yield _gauge("rows", "Rows of the engine: choices that can decode together.", engine.rows)
         yield _gauge("active_rows", "Choices that have a row, one whose prompt is read included.", in_rows)
         yield _gauge("queue_depth", "Choices that wait for a row, or are being encoded.", waiting)
+        yield from self._memory()
         yield from self._speculation()
         verdicts = GaugeMetricFamily("posttrainllm_gate_verdict", "1 for the gate's verdict.", labels=["verdict"])
         for verdict in _VERDICTS:
@@ -54,6 +56,13 @@ class StateCollector(Collector):
         yield _gauge(
             "prefix_cache_chunks", "Chunks of prompts that are kept.", 0 if prefixes is None else len(prefixes)
         )
+
+    def _memory(self) -> Iterator[Metric]:
+        """MLX's own counts, which any thread may read."""
+        yield _gauge(
+            "memory_active_bytes", "MLX's arrays: weights, caches, prompts that are kept.", mx.get_active_memory()
+        )
+        yield _gauge("memory_cache_bytes", "Freed buffers that MLX keeps for later arrays.", mx.get_cache_memory())
 
     def _speculation(self) -> Iterator[Metric]:
         engine, payoff = self._scheduler.engine, self._scheduler.payoff
@@ -72,6 +81,21 @@ class StateCollector(Collector):
         if payoff is not None:
             ratio.add_metric([], payoff.ratio)
         yield ratio
+
+
+class ConnectionsCollector(Collector):
+    """A gauge of connections.
+
+    Args:
+        doors: through which they come.
+    """
+
+    def __init__(self, doors: Sized) -> None:
+        self._doors = doors
+
+    def collect(self) -> Iterator[Metric]:
+        """How many there are."""
+        yield _gauge("connections", "Connections of clients, idle ones included.", len(self._doors))
 
 
 def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:

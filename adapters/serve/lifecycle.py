@@ -1,12 +1,14 @@
 """One server process: bind, boot, answer, drain, exit."""
 
 import ipaddress
+import resource
 import signal
 import socket
 import threading
 from collections.abc import Sequence
 from types import FrameType
 
+import attrs
 import uvicorn
 from starlette.applications import Starlette
 
@@ -14,10 +16,13 @@ from posttrainllm.adapters.engine import Engine
 from posttrainllm.adapters.runtime import LOGGER
 from posttrainllm.adapters.serve.app import make_app
 from posttrainllm.adapters.serve.boot import Served, ServeOptions, boot
+from posttrainllm.adapters.serve.doors import DoorLimits, Doors, guarded_protocol
+from posttrainllm.adapters.serve.gauges import ConnectionsCollector
 from posttrainllm.kernel.errors import BackendError, UsageError
 
 __all__ = ["bind", "listen", "serve_until_stopped"]
 
+_OTHER_FILES = 128  # beside connections: traces, models, pipes
 _DRAIN_S = 30
 _CUT_S = 3  # for errors to be sent
 _LINGER_S = 3.0  # how long a failed server goes on saying so before it exits
@@ -71,7 +76,9 @@ def _cannot_listen(host: str, port: int, error: OSError) -> BackendError:
     return BackendError(f"{host}:{port}: cannot listen there: {error.strerror or error}")
 
 
-def serve_until_stopped(options: ServeOptions, listener: socket.socket, *, cors_origins: Sequence[str]) -> int:
+def serve_until_stopped(
+    options: ServeOptions, listener: socket.socket, *, cors_origins: Sequence[str], limits: DoorLimits
+) -> int:
     """Boot, then answer until a signal or a failure of the engine.
 
     MLX works on the calling thread, which must be the main one: its streams belong to threads, and one that dies with
@@ -81,6 +88,7 @@ def serve_until_stopped(options: ServeOptions, listener: socket.socket, *, cors_
         options: of the command.
         listener: from `bind`.
         cors_origins: origins whose pages may read the answers.
+        limits: of connections.
 
     Returns:
         The exit status: 0 after SIGTERM or SIGINT, 1 after a failure.
@@ -91,7 +99,9 @@ def serve_until_stopped(options: ServeOptions, listener: socket.socket, *, cors_
     served = boot(options)
     scheduler = served.scheduler
     app = make_app(scheduler, served.settings, cors_origins=tuple(cors_origins))
-    server = uvicorn.Server(_config(app))
+    doors = Doors(_with_files(limits))
+    scheduler.metrics.registry.register(ConnectionsCollector(doors))
+    server = uvicorn.Server(_config(app, doors))
     listen(listener)
 
     crashed = threading.Event()
@@ -137,9 +147,25 @@ def serve_until_stopped(options: ServeOptions, listener: socket.socket, *, cors_
     return 1 if failed or crashed.is_set() or not server.started else 0
 
 
-def _config(app: Starlette) -> uvicorn.Config:
+def _with_files(limits: DoorLimits) -> DoorLimits:
+    """Make the system allow a file for each connection, or have fewer of those."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 2 * limits.connections + _OTHER_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        if soft < wanted:
+            connections = max((soft - _OTHER_FILES) // 2, 1)
+            LOGGER.warning("the system allows %d open files: %d connections", soft, connections)
+            return attrs.evolve(limits, connections=connections)
+    return limits
+
+
+def _config(app: Starlette, doors: Doors) -> uvicorn.Config:
     return uvicorn.Config(
         app,
+        http=guarded_protocol(doors),
+        backlog=min(doors.limits.connections, 2048),  # and so many are let in at once
         log_config=None,
         access_log=False,
         lifespan="off",

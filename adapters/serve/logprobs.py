@@ -37,17 +37,22 @@ def completion_logprobs(
         first: the id that a None stands for.
 
     Returns:
-        Parallel lists; `top_logprobs` names an alternative by its text, and the id itself is among them.
+        Parallel lists; `top_logprobs` names alternatives by their texts, and the id itself is among them unless a
+        likelier one has the same text.
     """
-    tops = [
-        None
-        if token is None
-        else {tokenizer.piece(index): value for index, value in (*token.top, (token.token_id, token.logprob))}
-        for token in logprobs
-    ]
+    tops = [None if token is None else _by_text(token, tokenizer) for token in logprobs]
     return {
         "tokens": [tokenizer.piece(first if token is None else token.token_id) for token in logprobs],
         "token_logprobs": [None if token is None else token.logprob for token in logprobs],
         "top_logprobs": tops,
         "text_offset": list(offsets),
     }
+
+
+def _by_text(token: TokenLogprobs, tokenizer: Tokenizer) -> dict[str, float]:
+    """Alternatives and the id itself by their texts; of ids with one text, as parts of characters are, the likelier."""
+    found: dict[str, float] = {}
+    for index, logprob in (*token.top, (token.token_id, token.logprob)):
+        text = tokenizer.piece(index)
+        found[text] = max(logprob, found.get(text, logprob))
+    return found

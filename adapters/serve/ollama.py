@@ -7,19 +7,31 @@ is not supported is refused.
 from typing import Any
 
 from posttrainllm.adapters.loading.tokenizer import Tokenizer
+from posttrainllm.adapters.params import SamplingParams
 from posttrainllm.adapters.serve.errors import ApiError, invalid
+from posttrainllm.adapters.serve.fields import whole
 from posttrainllm.adapters.serve.prepare import Work, prepare_chat, prepare_completion
-from posttrainllm.adapters.serve.request_options import unknown_model
+from posttrainllm.adapters.serve.request_options import options_of, unknown_model
 from posttrainllm.adapters.serve.schema import ChatRequest, CompletionRequest, parse
 from posttrainllm.adapters.serve.settings import ServeSettings
 
-__all__ = ["parse_chat", "parse_generate", "prepare", "served_name"]
+__all__ = [
+    "DEFAULTS",
+    "NEUTRAL",
+    "OURS",
+    "REFUSED",
+    "SAME_NAME",
+    "parse_chat",
+    "parse_generate",
+    "prepare",
+    "served_name",
+]
 
-_DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}  # Ollama's own
-_SAME_NAME = ("min_p", "presence_penalty", "frequency_penalty", "stop")
-_OURS = ("speculative", "accept_rule", "ignore_eos", "stop_token_ids")
-_NEUTRAL = {"mirostat": 0, "typical_p": 1, "tfs_z": 1}
-_REFUSED = {
+DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}  # Ollama's own
+SAME_NAME = ("min_p", "presence_penalty", "frequency_penalty", "stop")
+OURS = ("speculative", "accept_rule", "ignore_eos", "stop_token_ids")
+NEUTRAL = {"mirostat": 0, "typical_p": 1, "tfs_z": 1}
+REFUSED = {
     "format": "structured output",
     "tools": "tools",
     "images": "images",
@@ -45,7 +57,7 @@ def parse_chat(value: dict[str, Any], settings: ServeSettings) -> ChatRequest | 
         ApiError: 400 or 404, naming the field.
     """
     common = _common(value, settings)
-    messages = value.get("messages") or []
+    messages = [] if value.get("messages") is None else value["messages"]
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise invalid("messages: expected a list of objects", param="messages")
     for message in messages:
@@ -53,6 +65,7 @@ def parse_chat(value: dict[str, Any], settings: ServeSettings) -> ChatRequest | 
             if message.get(field):
                 raise _unsupported(f"messages: this server supports no {field}", "messages")
     if not messages:
+        _check_nothing(common, settings)
         return None
     spoken = [{"role": message.get("role"), "content": message.get("content")} for message in messages]
     return parse(ChatRequest, {**common, "messages": spoken})
@@ -79,6 +92,7 @@ def parse_generate(value: dict[str, Any], settings: ServeSettings) -> ChatReques
     if not isinstance(raw, bool | None):
         raise invalid("raw: expected true or false", param="raw")
     if not prompt:
+        _check_nothing(common, settings)
         return None
     if raw:
         if system:
@@ -121,7 +135,7 @@ def served_name(value: dict[str, Any], settings: ServeSettings) -> str:
     Raises:
         ApiError: 400 for none, 404 for another.
     """
-    name = value.get("model") or value.get("name")  # the older field
+    name = value.get("name") if value.get("model") is None else value["model"]  # the older field
     if not isinstance(name, str):
         raise invalid("model: got nothing, expected a name", param="model")
     for known in (settings.name, *settings.other_names):
@@ -130,28 +144,35 @@ def served_name(value: dict[str, Any], settings: ServeSettings) -> str:
     raise unknown_model(name, settings)
 
 
+def _check_nothing(common: dict[str, Any], settings: ServeSettings) -> None:
+    """A request for nothing; its options are held to the same bounds."""
+    body = parse(CompletionRequest, {**common, "prompt": "x"})
+    SamplingParams.from_options({**options_of(body, settings), "seed": body.seed})
+
+
 def _common(value: dict[str, Any], settings: ServeSettings) -> dict[str, Any]:
     """The fields that both endpoints share, by our names."""
-    for field, what in _REFUSED.items():
+    for field, what in REFUSED.items():
         if value.get(field):
             raise _unsupported(f"{field}: this server supports no {what} in Ollama's API", field)
     stream = value.get("stream")
     if not isinstance(stream, bool | None):
         raise invalid("stream: expected true or false", param="stream")
-    options = value.get("options") or {}
+    options = value.get("options")
+    options = {} if options is None or options == [] else options
     if not isinstance(options, dict):
         raise invalid("options: expected an object", param="options")
     options = {name: entry for name, entry in options.items() if entry is not None}
-    for name, neutral in _NEUTRAL.items():
-        if options.get(name, neutral) != neutral:
+    for name, neutral in NEUTRAL.items():
+        if isinstance(options.get(name), bool) or options.get(name, neutral) != neutral:
             raise _unsupported(f"{name}: this server supports no other value than {neutral}", name)
     model = served_name(value, settings)
-    return {"model": model, "stream": stream is not False, **_DEFAULTS, **_sampling(options)}
+    return {"model": model, "stream": stream is not False, **DEFAULTS, **_sampling(options)}
 
 
 def _sampling(options: dict[str, Any]) -> dict[str, Any]:
-    found = {name: options[name] for name in (*_DEFAULTS, *_SAME_NAME, *_OURS) if name in options}
-    counts = {name: options.get(name) for name in ("num_predict", "seed", "repeat_last_n")}
+    found = {name: options[name] for name in (*DEFAULTS, *SAME_NAME, *OURS) if name in options}
+    counts = {name: whole(options.get(name)) for name in ("num_predict", "seed", "repeat_last_n")}
     for name, count in counts.items():
         if count is not None and (type(count) is not int):
             raise invalid(f"{name}: expected a whole number", param=name)
@@ -159,7 +180,7 @@ def _sampling(options: dict[str, Any]) -> dict[str, Any]:
         found["max_tokens"] = counts["num_predict"]
     if counts["seed"] is not None and counts["seed"] >= 0:  # a negative one is drawn afresh
         found["seed"] = counts["seed"]
-    if isinstance(found.get("top_k"), int) and found["top_k"] < 0:
+    if isinstance(whole(found.get("top_k")), int) and found["top_k"] < 0:
         found["top_k"] = 0
     if "repeat_penalty" in options and counts["repeat_last_n"] != 0:
         found["repetition_penalty"] = options["repeat_penalty"]

@@ -143,7 +143,7 @@ def model_details(settings: ServeSettings, pair: Pair) -> dict[str, Any]:
     family = pair.target.family
     return {
         "modelfile": "",
-        "parameters": "",
+        "parameters": f"num_ctx {settings.context}",  # Continue cuts its prompts to this
         "template": "",
         "details": _details(pair),
         "model_info": {

@@ -10,14 +10,13 @@ from posttrainllm.adapters.loading.tokenizer import Tokenizer
 from posttrainllm.adapters.options import check_template_args
 from posttrainllm.adapters.params import SamplingParams
 from posttrainllm.adapters.serve.errors import invalid
+from posttrainllm.adapters.serve.fields import MOST_CHOICES
 from posttrainllm.adapters.serve.request_options import options_of
-from posttrainllm.adapters.serve.schema import ChatRequest, CompletionRequest
+from posttrainllm.adapters.serve.schema import ChatRequest, CompletionRequest, parse
 from posttrainllm.adapters.serve.settings import ServeSettings
 from posttrainllm.kernel.errors import CapacityError, CheckpointError
 
-__all__ = ["Choice", "Work", "count_choices", "prepare_chat", "prepare_completion"]
-
-_MOST_CHOICES = 128
+__all__ = ["Choice", "Work", "count_choices", "parse_completion", "prepare_chat", "prepare_completion"]
 
 
 @attrs.frozen(kw_only=True)
@@ -62,13 +61,35 @@ def count_choices(body: ChatRequest | CompletionRequest) -> int:
         ApiError: 400: none, or more than any request may ask for.
     """
     prompts = len(body.prompt) if isinstance(body, CompletionRequest) else 1
-    if prompts > _MOST_CHOICES:
-        raise invalid(f"prompt: got {prompts} prompts, expected at most {_MOST_CHOICES}", param="prompt")
+    if prompts > MOST_CHOICES:
+        raise invalid(f"prompt: got {prompts} prompts, expected at most {MOST_CHOICES}", param="prompt")
     count = 1 if body.n is None else body.n
-    if not 1 <= count * prompts <= _MOST_CHOICES:
+    if not 1 <= count * prompts <= MOST_CHOICES:
         beside = "" if prompts == 1 else f" with {prompts} prompts"
-        raise invalid(f"n: got {count}, expected 1 to {_MOST_CHOICES // prompts}{beside}", param="n")
+        raise invalid(f"n: got {count}, expected 1 to {MOST_CHOICES // prompts}{beside}", param="n")
     return count * prompts
+
+
+def parse_completion(value: dict[str, Any], settings: ServeSettings) -> CompletionRequest:
+    """The body of POST /v1/completions; too many ids are not looked at one by one.
+
+    Args:
+        value: the JSON object.
+        settings: the server's.
+
+    Returns:
+        The request.
+
+    Raises:
+        ApiError: 400, naming the field.
+        CapacityError: a prompt has more ids than fit.
+    """
+    prompt = value.get("prompt")
+    entries = [prompt] if not isinstance(prompt, list) else [prompt, *prompt[:MOST_CHOICES]]
+    for entry in entries:
+        if isinstance(entry, list) and entry and type(entry[0]) in (int, float):
+            _check_length("prompt", entry, settings)
+    return parse(CompletionRequest, value)
 
 
 def prepare_chat(body: ChatRequest, settings: ServeSettings, tokenizer: Tokenizer) -> Work:
@@ -146,7 +167,7 @@ def _conversation(body: ChatRequest, settings: ServeSettings, tokenizer: Tokeniz
     return ids
 
 
-def _check_length(field: str, ids: Sequence[int], settings: ServeSettings) -> None:
+def _check_length(field: str, ids: Sequence[Any], settings: ServeSettings) -> None:
     """Refuse a prompt of nothing, and one that leaves no room for a reply."""
     if not ids:
         raise invalid(f"{field}: got no token, expected one or more", param=field)

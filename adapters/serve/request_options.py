@@ -7,14 +7,12 @@ from typing import Any
 from posttrainllm.adapters.checks import check_ids
 from posttrainllm.adapters.params import MAX_LOGPROBS
 from posttrainllm.adapters.serve.errors import ApiError, invalid
+from posttrainllm.adapters.serve.fields import LONGEST_STOP, MOST_STOP_IDS, MOST_STOPS
 from posttrainllm.adapters.serve.schema import ChatRequest, CompletionRequest
 from posttrainllm.adapters.serve.settings import ServeSettings
 
 __all__ = ["options_of", "unknown_model"]
 
-_MOST_STOPS = 64
-_MOST_STOP_IDS = 1024
-_LONGEST_STOP = 256  # the engine's thread holds text back against it
 _COMPLETION_TOKENS = 16  # as OpenAI's API has it where a request says nothing
 _TEMPERATURE = 1.0  # the same
 _SAME_NAME = ("top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "ignore_eos")
@@ -44,13 +42,13 @@ def options_of(body: ChatRequest | CompletionRequest, settings: ServeSettings) -
     if body.top_k is not None:
         options["top_k"] = 0 if body.top_k == -1 else body.top_k  # vLLM's name for all
     stops = body.stop or []
-    if len(stops) > _MOST_STOPS or any(len(stop) > _LONGEST_STOP for stop in stops):
-        raise invalid(f"stop: expected at most {_MOST_STOPS} texts of {_LONGEST_STOP} characters", param="stop")
+    if len(stops) > MOST_STOPS or any(len(stop) > LONGEST_STOP for stop in stops):
+        raise invalid(f"stop: expected at most {MOST_STOPS} texts of {LONGEST_STOP} characters", param="stop")
     options["stop"] = tuple(stops)
     stop_ids = body.stop_token_ids or []
-    if len(stop_ids) > _MOST_STOP_IDS:
+    if len(stop_ids) > MOST_STOP_IDS:
         raise invalid(
-            f"stop_token_ids: got {len(stop_ids)} ids, expected at most {_MOST_STOP_IDS}", param="stop_token_ids"
+            f"stop_token_ids: got {len(stop_ids)} ids, expected at most {MOST_STOP_IDS}", param="stop_token_ids"
         )
     options["stop_token_ids"] = tuple(stop_ids)
     options["logit_bias"] = _bias(body.logit_bias or {})
@@ -91,7 +89,7 @@ def _logprobs(body: ChatRequest | CompletionRequest) -> int | None:
 
 def _bias(biases: dict[str, Any]) -> dict[int, float]:
     for name, bias in biases.items():
-        if not re.fullmatch("-?(0|[1-9][0-9]{0,18})", name):
+        if not re.fullmatch("0|-?[1-9][0-9]{0,18}", name):
             raise invalid(f"logit_bias: got the token id {name[:40]!r}, expected a whole number", param="logit_bias")
         if type(bias) not in (int, float) or not -100 <= bias <= 100:
             raise invalid(f"logit_bias: got {reprlib.repr(bias)} for {name}, expected -100 to 100", param="logit_bias")

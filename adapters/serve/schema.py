@@ -3,68 +3,31 @@
 import reprlib
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, PlainValidator, ValidationError
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, WithJsonSchema
 
+from posttrainllm.adapters.options import RESERVED_TEMPLATE_ARGS
 from posttrainllm.adapters.params import AcceptRule
 from posttrainllm.adapters.serve.errors import ApiError, invalid
+from posttrainllm.adapters.serve.fields import (
+    Bias,
+    Choices,
+    Content,
+    Count,
+    FromZeroToOne,
+    Logprobs,
+    Modalities,
+    Penalty,
+    Prompts,
+    Repetition,
+    Seed,
+    Share,
+    Stops,
+    Temperature,
+    TokenIds,
+    TopK,
+)
 
 __all__ = ["ChatRequest", "CompletionRequest", "Message", "StreamOptions", "parse"]
-
-
-def _whole(value: Any) -> Any:
-    """JSON has one kind of number: 16.0 is 16."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-_Int = Annotated[int, BeforeValidator(_whole)]
-
-
-def _prompts(value: Any) -> list[str | list[int]]:
-    """A text, ids, or a list of either, as a list; it looks no further than the first thing that is wrong.
-
-    A union of four types would try them all, and keep what is wrong with every entry of each.
-    """
-    if isinstance(value, str):
-        return [value]
-    if not isinstance(value, list) or not value:
-        raise ValueError
-    if isinstance(value[0], (str, list)):
-        return [entry if isinstance(entry, str) else _ids(entry) for entry in value]
-    return [_ids(value)]
-
-
-def _ids(value: Any) -> list[int]:
-    if not isinstance(value, list):
-        raise ValueError
-    ids = [_whole(entry) for entry in value]
-    if not all(type(entry) is int for entry in ids):  # a bool is an int, too
-        raise ValueError
-    return ids
-
-
-def _content(value: Any) -> str:
-    """A message's text, which may come in parts."""
-    parts = [{"type": "text", "text": value}] if isinstance(value, str) else value
-    if not isinstance(parts, list):
-        raise ValueError
-    for part in parts:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise ValueError
-    return "".join(part["text"] for part in parts)
-
-
-def _text_alone(value: Any) -> list[str]:
-    """["text"]: what is answered anyway."""
-    if not isinstance(value, list) or any(entry != "text" for entry in value):
-        raise ValueError
-    return value
-
-
-def _texts(value: Any) -> list[str]:
-    texts = [value] if isinstance(value, str) else value
-    if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
-        raise ValueError
-    return texts
 
 
 _Body = TypeVar("_Body", bound=BaseModel)
@@ -92,6 +55,12 @@ _SUPPORTED = {
 }
 
 
+_TemplateArguments = Annotated[
+    dict[str, Any],
+    WithJsonSchema({"type": "object", "propertyNames": {"not": {"enum": sorted(RESERVED_TEMPLATE_ARGS)}}}),
+]
+
+
 class _Model(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -114,19 +83,19 @@ class _Request(_Model):
     """What both endpoints take."""
 
     model: str | None = None
-    n: _Int | None = None
-    max_tokens: _Int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: _Int | None = None
-    min_p: float | None = None
-    seed: _Int | None = None
-    stop: Annotated[list[str], PlainValidator(_texts)] | None = None
-    stop_token_ids: Annotated[list[int], PlainValidator(_ids)] | None = None
-    logit_bias: dict[str, Any] | None = None  # its numbers are checked where its ids are
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
+    n: Choices | None = None
+    max_tokens: Count | None = None
+    temperature: Temperature | None = None
+    top_p: Share | None = None
+    top_k: TopK | None = None
+    min_p: FromZeroToOne | None = None
+    seed: Seed | None = None
+    stop: Stops | None = None
+    stop_token_ids: TokenIds | None = None
+    logit_bias: Bias | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Repetition | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     # ours
@@ -146,7 +115,7 @@ class Message(_Model):
     """One turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str, PlainValidator(_content)] | None = None
+    content: Content | None = None
     name: str | None = None
     tool_calls: Annotated[list[Any] | None, Field(max_length=0)] = None
     tool_call_id: str | None = None
@@ -157,11 +126,11 @@ class Message(_Model):
 class ChatRequest(_Request):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], FailFast()]
-    max_completion_tokens: _Int | None = None
+    messages: Annotated[list[Message], FailFast(), Field(json_schema_extra={"minItems": 1})]
+    max_completion_tokens: Count | None = None
     logprobs: bool | None = None
-    top_logprobs: _Int | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    top_logprobs: Logprobs | None = None
+    chat_template_kwargs: _TemplateArguments | None = None
     # neutral values of what is not supported
     response_format: _Neutral | None = None
     tools: list[Any] | None = None
@@ -169,16 +138,16 @@ class ChatRequest(_Request):
     parallel_tool_calls: bool | None = None
     functions: Annotated[list[Any] | None, Field(max_length=0)] = None
     function_call: Literal["none", "auto"] | None = None
-    modalities: Annotated[list[str], PlainValidator(_text_alone)] | None = None
+    modalities: Modalities | None = None
 
 
 class CompletionRequest(_Request):
     """POST /v1/completions."""
 
-    prompt: Annotated[list[str | list[int]], PlainValidator(_prompts)]
-    logprobs: _Int | None = None
+    prompt: Prompts
+    logprobs: Logprobs | None = None
     echo: bool | None = None
-    best_of: _Int | None = None
+    best_of: Choices | None = None
     suffix: Literal[""] | None = None
 
 

@@ -3,6 +3,7 @@
 import attrs
 
 from posttrainllm.adapters.params import AcceptRule
+from posttrainllm.adapters.serve.doors import BODY_S
 
 __all__ = ["ServeSettings"]
 
@@ -34,3 +35,5 @@ class ServeSettings:
     """When the server started, in seconds since 1970."""
     fingerprint: str
     """Short hash of what bits depend on beside the width; with it, OpenAI's `system_fingerprint`."""
+    body_timeout_s: float = BODY_S
+    """How long a body may take to arrive."""

@@ -2,6 +2,7 @@
 
 import queue
 import threading
+from functools import lru_cache
 from typing import Any
 
 import attrs
@@ -18,6 +19,10 @@ class Batches:
 
     ids: "np.ndarray[Any, Any]"
     """uint16[N]."""
+    prose: "np.ndarray[Any, Any] | None" = None
+    """uint16[M]: text of its own share; None where all is in `ids`."""
+    prose_share: float = 0.0
+    """Share of the windows that come from there."""
     rows: int
     sequence: int
     seed: int
@@ -42,15 +47,21 @@ class Batches:
         return self._text(number - before)
 
     def _text(self, number: int) -> "np.ndarray[Any, Any]":
-        windows = (
-            len(self.ids) - self.sequence - 1
-        ) // self.sequence  # one less than fit: an epoch starts anywhere in it
         rows = []
         for index in range(number * self.rows, (number + 1) * self.rows):
-            epoch, place = divmod(index, windows)
-            start = _order(self.seed, epoch, windows)[place] * self.sequence + _shift(self.seed, epoch, self.sequence)
-            rows.append(self.ids[start : start + self.sequence + 1])
+            before, after = int(index * self.prose_share), int((index + 1) * self.prose_share)
+            if self.prose is not None and after > before:
+                rows.append(self._window(self.prose, before))
+            else:
+                rows.append(self._window(self.ids, index - before))
         return np.stack(rows).astype(np.int32)
+
+    def _window(self, ids: "np.ndarray[Any, Any]", index: int) -> "np.ndarray[Any, Any]":
+        windows = (len(ids) - self.sequence - 1) // self.sequence  # one less than fit: an epoch starts anywhere in it
+        epoch, place = divmod(index, windows)
+        start = _order(self.seed, epoch, windows)[place] * self.sequence + _shift(self.seed, epoch, self.sequence)
+        found: np.ndarray[Any, Any] = ids[start : start + self.sequence + 1]
+        return found
 
     def _generated(self, number: int) -> "np.ndarray[Any, Any]":
         assert self.generated is not None
@@ -97,17 +108,10 @@ class Prefetch:
             self._queue.put(error)
 
 
-_orders: dict[tuple[int, int, int], "np.ndarray[Any, Any]"] = {}
-
-
+@lru_cache(maxsize=8)  # every row asks for one
 def _order(seed: int, epoch: int, count: int) -> "np.ndarray[Any, Any]":
-    """A permutation of range(count); the last few are kept, since every row asks for one."""
-    key = (seed, epoch, count)
-    if key not in _orders:
-        while len(_orders) > 3:
-            _orders.pop(next(iter(_orders)))
-        _orders[key] = np.random.default_rng([seed, epoch, count]).permutation(count)
-    return _orders[key]
+    """A permutation of range(count)."""
+    return np.random.default_rng([seed, epoch, count]).permutation(count)
 
 
 def _shift(seed: int, epoch: int, sequence: int) -> int:

@@ -1,6 +1,5 @@
 """Checkpoints of a run: all that it needs to go on as if it had never stopped."""
 
-import contextlib
 import json
 import shutil
 from pathlib import Path
@@ -71,8 +70,7 @@ def load_checkpoint(folder: Path) -> tuple[dict[str, mx.array], Moments, dict[st
         for name, array in arrays.items():
             part, _, own = name.partition(":")
             parts[part][own] = array
-        with contextlib.suppress(KeyError):
-            mx.eval(arrays)
+        mx.eval(arrays)
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise click.ClickException(f"{folder}: cannot be resumed: {type(error).__name__}: {error}") from None
     return parts["parameters"], Moments(first=parts["first"], second=parts["second"]), state

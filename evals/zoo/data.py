@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 __all__ = ["Corpus", "HeldOut", "held_out_ids", "read_corpus", "training_ids"]
 
 _DOCUMENTS = 1024  # encoded at once: enough for every core
-_MOST_IDS = 2**16  # kept as uint16
 
 
 @attrs.frozen(kw_only=True)
@@ -32,11 +31,16 @@ class Corpus:
     files: tuple[Path, ...]
     """train-*.jsonl, in order."""
 
-    def training_texts(self) -> Iterator[str]:
-        """Every document to train on, in the folder's fixed order."""
+    def training_texts(self, kind: str | None = None) -> Iterator[str]:
+        """Every document to train on, in the folder's fixed order.
+
+        Args:
+            kind: "code" or "prose" alone; None for both.
+        """
         for file in self.files:
             for document in _documents(file):
-                yield document["text"]
+                if kind is None or document.get("kind") == kind:
+                    yield document["text"]
 
     def held_out_texts(self, most_characters: int | None = None) -> dict[str, list[str]]:
         """Documents by source, such as "networkx code".
@@ -65,7 +69,7 @@ class HeldOut:
     name: str
     """Such as "networkx code"."""
     ids: "np.ndarray[Any, Any]"
-    """uint16[N]: the end of text, then every document with the end of text behind it."""
+    """uint16[N], or uint32 where the vocabulary is larger: the end of text, then every document with it behind."""
     characters: int
 
 
@@ -95,13 +99,16 @@ def read_corpus(folder: Path) -> Corpus:
     return Corpus(folder=folder, sha256=str(sha256), files=files)
 
 
-def training_ids(corpus: Corpus, tokenizer: "Tokenizer", tokenizer_digest: str) -> "np.ndarray[Any, Any]":
-    """Ids of the whole training text, kept in the corpus's folder for the next run where that can be written.
+def training_ids(
+    corpus: Corpus, tokenizer: "Tokenizer", tokenizer_digest: str, kind: str | None = None
+) -> "np.ndarray[Any, Any]":
+    """Ids of the training text, kept in the corpus's folder for the next run where that can be written.
 
     Args:
         corpus: the text.
         tokenizer: of 65,536 ids at most.
         tokenizer_digest: what tells tokenizers apart.
+        kind: "code" or "prose" alone; None for both.
 
     Returns:
         uint16[N]: the end of text, then every document with the end of text behind it.
@@ -111,12 +118,12 @@ def training_ids(corpus: Corpus, tokenizer: "Tokenizer", tokenizer_digest: str) 
     """
     import numpy as np
 
-    key = hashlib.sha256(f"{corpus.sha256} {tokenizer_digest}".encode()).hexdigest()[:16]
+    key = hashlib.sha256(f"{corpus.sha256} {tokenizer_digest} {kind or ''}".encode()).hexdigest()[:16]
     file = corpus.folder / f"tokens-{key}.npy"
     with contextlib.suppress(OSError, ValueError, EOFError):  # none, or one that was cut off: it is made again
         kept: np.ndarray[Any, Any] = np.load(file, allow_pickle=False)
         return kept
-    ids = _encode(corpus.training_texts(), tokenizer)
+    ids = _encode(corpus.training_texts(kind), tokenizer, 0)
     unfinished = file.with_suffix(f".{os.getpid()}.tmp")  # two runs may make them at once
     try:
         with unfinished.open("wb") as stream:
@@ -128,13 +135,16 @@ def training_ids(corpus: Corpus, tokenizer: "Tokenizer", tokenizer_digest: str) 
     return ids
 
 
-def held_out_ids(corpus: Corpus, tokenizer: "Tokenizer", most_characters: int | None = None) -> list[HeldOut]:
+def held_out_ids(
+    corpus: Corpus, tokenizer: "Tokenizer", most_characters: int | None = None, *, end_of_text: int = 0
+) -> list[HeldOut]:
     """Ids of every held-out source.
 
     Args:
         corpus: the text.
-        tokenizer: of 65,536 ids at most.
+        tokenizer: any.
         most_characters: of each source; None for all.
+        end_of_text: its id.
 
     Returns:
         The sources by name.
@@ -143,20 +153,20 @@ def held_out_ids(corpus: Corpus, tokenizer: "Tokenizer", most_characters: int | 
         click.ClickException: heldout.jsonl holds something else.
     """
     return [
-        HeldOut(name=name, ids=_encode(iter(texts), tokenizer), characters=sum(map(len, texts)))
+        HeldOut(name=name, ids=_encode(texts, tokenizer, end_of_text), characters=sum(map(len, texts)))
         for name, texts in corpus.held_out_texts(most_characters).items()
     ]
 
 
-def _encode(texts: Iterable[str], tokenizer: "Tokenizer") -> "np.ndarray[Any, Any]":
+def _encode(texts: Iterable[str], tokenizer: "Tokenizer", end_of_text: int) -> "np.ndarray[Any, Any]":
     import numpy as np
 
-    assert tokenizer.get_vocab_size() <= _MOST_IDS
-    parts = [np.zeros(1, np.uint16)]
+    dtype = np.uint16 if tokenizer.get_vocab_size() <= 2**16 else np.uint32
+    parts = [np.array([end_of_text], dtype)]
     documents = iter(texts)
     while batch := list(itertools.islice(documents, _DOCUMENTS)):
         for encoding in tokenizer.encode_batch_fast(batch, add_special_tokens=False):
-            parts.append(np.array([*encoding.ids, 0], np.uint16))
+            parts.append(np.array([*encoding.ids, end_of_text], dtype))
     return np.concatenate(parts)
 
 

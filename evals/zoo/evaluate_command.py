@@ -28,16 +28,24 @@ def evaluate(
     import mlx.core as mx
     from tokenizers import Tokenizer
 
+    from posttrainllm.adapters.loading.checkpoint import read_json
     from posttrainllm.evals.zoo.evaluate import held_out_scores, overall
     from posttrainllm.evals.zoo.model import load_any, losses
 
     chosen = ("float32" if runtime.device == "cpu" else "bfloat16") if dtype == "auto" else dtype
     found = read_corpus(corpus)
     module = load_any(model, getattr(mx, chosen))
-    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    try:
+        tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    except Exception as error:  # the library raises plain exceptions of its own
+        raise click.ClickException(f"{model / 'tokenizer.json'}: cannot be read: {error}") from None
     tokenizer.encode_special_tokens = True
+    ends = read_json(model / "config.json").get("eos_token_id", 0)
     forward = mx.compile(lambda tokens, counted: (losses(module(tokens[:, :-1]), tokens[:, 1:]) * counted).sum())
-    sources = held_out_ids(found, tokenizer, limit_characters)
+    end_of_text = ends[0] if isinstance(ends, list) and ends else ends
+    if type(end_of_text) is not int or not 0 <= end_of_text < tokenizer.get_vocab_size():
+        raise click.ClickException(f"{model}: eos_token_id: got {ends!r}, expected an id of its tokenizer")
+    sources = held_out_ids(found, tokenizer, limit_characters, end_of_text=end_of_text)
     scores = held_out_scores(forward, sources, rows=batch, sequence=sequence)
     sums = [score for kind in ("code", "prose", "") if (score := overall(scores, kind)) is not None]
     if as_json:

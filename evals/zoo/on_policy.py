@@ -1,6 +1,7 @@
 """Texts that the target itself writes: acceptance is measured on such text, so a draft may train on it."""
 
 import contextlib
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ def target_texts(
     sequence: int,
     seed: int,
     greedy_share: float,
-    file: Path,
+    origin: str,
+    folder: Path,
 ) -> "np.ndarray[Any, Any]":
     """Continue windows of the training text, some greedily and the rest at temperature 1.
 
@@ -33,11 +35,14 @@ def target_texts(
         sequence: tokens of each, and one more.
         seed: of prompts and draws.
         greedy_share: of the rows.
-        file: .npy that keeps them for a run that resumes.
+        origin: what names the target and the training text.
+        folder: where they are kept for a run that resumes.
 
     Returns:
         uint16[rows, sequence + 1].
     """
+    key = hashlib.sha256(f"{origin} {rows} {sequence} {seed} {greedy_share}".encode()).hexdigest()[:16]
+    file = folder / f"on_policy-{key}.npy"
     with contextlib.suppress(OSError, ValueError, EOFError):  # none, or one that was cut off: it is made again
         kept: np.ndarray[Any, Any] = np.load(file, allow_pickle=False)
         if kept.shape == (rows, sequence + 1):
@@ -49,11 +54,11 @@ def target_texts(
     parts = []
     for first in range(0, rows, _AT_ONCE):
         part = slice(first, first + _AT_ONCE)
-        key = mx.random.key(seed + 1 + first)
-        parts.append(_continue(target, prompts[part], greedy[part], sequence + 1, key))
+        random = mx.random.key(seed + 1 + first)
+        parts.append(_continue(target, prompts[part], greedy[part], sequence + 1, random))
     mx.clear_cache()  # what the caches took is for training now
     found = np.concatenate(parts).astype(np.uint16)
-    file.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     np.save(file, found)
     return found
 

@@ -17,7 +17,7 @@ CORPUS=$1 OUT=$2
 PYTHON=${PYTHON:-python3} TARGET=${TARGET:-mega} DRAFTS=${DRAFTS:-tiny tiny-shallow}
 TARGET_OPTIONS=${TARGET_OPTIONS:---optimizer muon --batch 32 --accumulate 4 --learning-rate 1e-3 --evaluate-every 250}
 DRAFT_OPTIONS=${DRAFT_OPTIONS:---optimizer muon --batch 128 --learning-rate 3e-3}
-DISTIL_OPTIONS=${DISTIL_OPTIONS:---optimizer muon --batch 64 --learning-rate 1.5e-3}
+DISTIL_OPTIONS=${DISTIL_OPTIONS:---optimizer muon --batch 64 --learning-rate 1.5e-3 --seed 1}
 TEXTS=${TEXTS:---on-policy 0.3 --on-policy-rows 512}
 mkdir -p "$OUT"
 

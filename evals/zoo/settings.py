@@ -25,6 +25,7 @@ class Settings:
     optimizer: str
     weight_decay: float
     warm_up: float
+    prose: float | None
     z_loss: float
     seed: int
     dtype: str
@@ -49,6 +50,6 @@ class Settings:
     def identity(self) -> dict[str, object]:
         """What a resumed run must share with the one it goes on with."""
         names = ("preset", "batch", "accumulate", "sequence", "learning_rate", "optimizer", "weight_decay", "warm_up")
-        more = ("z_loss", "seed", "dtype", "distill_weight", "on_policy", "on_policy_rows", "on_policy_greedy")
+        more = ("prose", "z_loss", "seed", "dtype", "distill_weight", "on_policy", "on_policy_rows", "on_policy_greedy")
         found: dict[str, object] = {name: getattr(self, name) for name in (*names, *more)}
-        return found | {"steps": self.budget.steps, "minutes": self.budget.minutes, "distil": bool(self.distill_from)}
+        return found | {"steps": self.budget.steps, "minutes": self.budget.minutes}

@@ -31,7 +31,9 @@ def tokenizer(corpus: Path, out: Path, characters: int) -> None:
         got = f"{made.get_vocab_size():,} ids"
         raise click.ClickException(f"{corpus}: its text gives {got}, expected {VOCAB_SIZE:,}: it is too short")
     text = made.to_str()
-    out.write_text(text, encoding="utf-8")
+    unfinished = out.with_suffix(".tmp")
+    unfinished.write_text(text, encoding="utf-8")
+    unfinished.replace(out)
     click.echo(f"{out}: {VOCAB_SIZE:,} ids, sha256 {hashlib.sha256(text.encode()).hexdigest()}")
 
 

@@ -26,11 +26,16 @@ _MOST_LOGITS = 2**30  # of a batch: beyond, arrays of them have more elements th
 @click.option("--corpus", type=_FOLDER, required=True, help="Folder that `zoo corpus` wrote.")
 @click.option("--out", type=_FOLDER, required=True, help="Model directory to write; checkpoints go there, too.")
 @click.option("--tokenizer", type=_FOLDER, help="Of `zoo tokenizer`; tokenizer.json in the corpus's folder by default.")
-@click.option("--minutes", type=click.FloatRange(min=0, min_open=True), help="Of training, compilation left out.")
+@click.option(
+    "--minutes",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Of training: compilation, evaluations, checkpoints left out.",
+)
 @click.option("--steps", type=click.IntRange(min=1), help="Updates, in place of --minutes.")
 @click.option("--batch", type=click.IntRange(min=1), default=64, show_default=True, help="Sequences at once.")
 @click.option("--accumulate", type=click.IntRange(min=1), default=1, show_default=True, help="Batches of an update.")
 @click.option("--sequence", type=click.IntRange(min=8), default=512, show_default=True, help="Tokens; best x 128.")
+@click.option("--prose", type=_SHARE, help="Share of the windows that are prose; the corpus's own by default.")
 @click.option("--learning-rate", type=click.FloatRange(min=0, min_open=True), default=2e-3, show_default=True)
 @click.option("--optimizer", type=click.Choice(["adamw", "muon"]), default="adamw", show_default=True)
 @click.option("--weight-decay", type=click.FloatRange(min=0), default=0.1, show_default=True, help="Of matrices.")
@@ -88,6 +93,7 @@ def _check(settings: Settings) -> None:
 def _train(settings: Settings, began: float, device: str) -> bool:
     import mlx.core as mx
 
+    from posttrainllm.adapters.loading.fingerprint import fingerprint
     from posttrainllm.evals.zoo.batches import Batches
     from posttrainllm.evals.zoo.model import build_module, load_any, read_parameters, same_vocabulary, start_parameters
     from posttrainllm.evals.zoo.on_policy import target_texts
@@ -102,16 +108,20 @@ def _train(settings: Settings, began: float, device: str) -> bool:
     if settings.distill_from is not None:
         same_vocabulary(settings.distill_from, text, preset.shape.vocab_size)
     settings.out.mkdir(parents=True, exist_ok=True)
-    ids = training_ids(corpus, tokenizer, digest(text))
+    kinds = (None,) if settings.prose is None else ("code", "prose")
+    ids, *prose = [training_ids(corpus, tokenizer, digest(text), kind) for kind in kinds]
     held_out = held_out_ids(corpus, tokenizer, settings.evaluate_characters)
-    if len(ids) < 2 * settings.sequence + 2:
-        raise click.ClickException(f"{corpus.folder}: got {len(ids):,} tokens, expected two sequences at least")
-    _say(f"{settings.preset}: {preset.parameters:,} parameters; {len(ids):,} tokens; {device}")
+    for kind, part in zip(kinds, (ids, *prose), strict=True):
+        if len(part) < 2 * settings.sequence + 2:
+            got = f"{len(part):,} tokens of {kind or 'text'}"
+            raise click.ClickException(f"{corpus.folder}: got {got}, expected two sequences at least")
+    _say(f"{settings.preset}: {preset.parameters:,} parameters; {len(ids) + sum(map(len, prose)):,} tokens; {device}")
+    origin = {"corpus_sha256": corpus.sha256, "tokenizer": digest(text)}
+    for name, folder in (("init", settings.init), ("distill_from", settings.distill_from)):
+        origin |= {} if folder is None else {name: fingerprint(folder)}
     target = None if settings.distill_from is None else load_any(settings.distill_from, dtype)
     generated = None
     if settings.on_policy and target is not None:
-        if not settings.resume:
-            (settings.out / "on_policy.npy").unlink(missing_ok=True)  # of another run, perhaps of another target
         generated = target_texts(
             target,
             ids,
@@ -119,7 +129,8 @@ def _train(settings: Settings, began: float, device: str) -> bool:
             sequence=settings.sequence,
             seed=settings.seed,
             greedy_share=settings.on_policy_greedy,
-            file=settings.out / "on_policy.npy",
+            origin=" ".join(origin.values()),
+            folder=settings.out,
         )
         _say(f"the target wrote {generated.size:,} tokens, {time.monotonic() - began:.1f} s after the start")
     functions = compile_step(
@@ -137,6 +148,8 @@ def _train(settings: Settings, began: float, device: str) -> bool:
         functions=functions,
         batches=Batches(
             ids=ids,
+            prose=prose[0] if prose else None,
+            prose_share=settings.prose or 0.0,
             rows=settings.batch,
             sequence=settings.sequence,
             seed=settings.seed,
@@ -147,7 +160,7 @@ def _train(settings: Settings, began: float, device: str) -> bool:
         parameters=(
             start_parameters(preset, settings.seed) if settings.init is None else read_parameters(settings.init, preset)
         ),
-        fingerprint={"corpus_sha256": corpus.sha256, "tokenizer": digest(text)},
+        fingerprint=origin,
         say=_say,
     )
     if settings.resume:

@@ -54,9 +54,10 @@ class Trainer:
         if folder is None:
             return False
         parameters, moments, state = load_checkpoint(folder)
-        for name, own in {**self._settings.identity, **self._fingerprint}.items():
-            if state["identity"].get(name) != own:
-                raise click.ClickException(f"{folder}: {name}: got {own!r}, expected {state['identity'].get(name)!r}")
+        own, its = self._identity, state["identity"]
+        for name in sorted(own.keys() | its.keys()):
+            if own.get(name) != its.get(name):
+                raise click.ClickException(f"{folder}: {name}: got {own.get(name)!r}, expected {its.get(name)!r}")
         self.parameters, self.moments = parameters, moments
         self.step, self.seconds = state["step"], state["seconds"]
         self.loss = float("nan") if state["loss"] is None else state["loss"]
@@ -69,7 +70,7 @@ class Trainer:
         began = time.monotonic()
         line = self._collect()  # said behind the checkpoint: whoever reads it may be gone
         state = {
-            "identity": {**self._settings.identity, **self._fingerprint},
+            "identity": self._identity,
             "step": self.step,
             "seconds": self.seconds,
             "loss": None if self.loss != self.loss else self.loss,
@@ -90,7 +91,7 @@ class Trainer:
             Whether it is; False after a signal or --stop-after, with a checkpoint written.
 
         Raises:
-            click.ClickException: the loss is not finite.
+            click.ClickException: no loss since the last one that was said is finite.
         """
         settings = self._settings
         before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
@@ -104,9 +105,7 @@ class Trainer:
 
     def _loop(self, prefetch: Prefetch, began: float) -> bool:
         settings = self._settings
-        origin: float | None = (
-            None  # of the clock that the schedule goes by; it starts behind the first step's compilation
-        )
+        origin: float | None = None  # of the schedule's clock: the first step's compilation is not on it
         saved = time.monotonic()
         done_before = self.seconds
         while self._share() < 1:
@@ -121,18 +120,25 @@ class Trainer:
             if self.step % settings.log_every == 0:
                 self._read()
             if settings.evaluate_every and self.step % settings.evaluate_every == 0 and self._share() < 1:
-                self.evaluate()
+                origin += self._aside(self.evaluate)
             now = time.monotonic()
             stop = settings.stop_after is not None and now - began >= 60 * settings.stop_after
             if (self._signalled or stop) and self._share() < 1:
                 self.save()
                 return False
             if settings.checkpoint_every and now - saved >= 60 * settings.checkpoint_every:
-                self.save()
+                origin += self._aside(self.save)
                 saved = time.monotonic()
             self.seconds = done_before + time.monotonic() - origin
         self._read()
         return True
+
+    def _aside(self, work: Callable[[], object]) -> float:
+        """Do what is not training once the steps in flight are done; the seconds that it takes."""
+        mx.eval(self.parameters)
+        began = time.monotonic()
+        work()
+        return time.monotonic() - began
 
     def _one_step(self, prefetch: Prefetch) -> None:
         settings, functions = self._settings, self._functions
@@ -166,12 +172,13 @@ class Trainer:
         step, _, norm, rate = self._unread[-1]
         size = float(norm.item())
         self._unread, self._pending = [], []
-        self.loss = float(np.mean(values))
-        if not np.isfinite(self.loss):
+        finite = [value for value in values if np.isfinite(value)]
+        if not finite:
             raise click.ClickException(
-                f"step {step:,}: got a loss of {self.loss}, expected a finite one; "
+                f"step {step:,}: got no finite loss in {len(values)} steps, expected one at least; "
                 f"try a lower --learning-rate than {self._settings.learning_rate:g}, with --resume or anew"
             )
+        self.loss = float(np.mean(finite))
         tokens = step * self._settings.accumulate * self._settings.batch * self._settings.sequence
         last = self.curve[-1] if self.curve else {"tokens": 0, "seconds": 0.0}
         elapsed = self.seconds - last["seconds"]
@@ -180,7 +187,8 @@ class Trainer:
             {"step": step, "loss": self.loss, "tokens": tokens, "seconds": self.seconds, "rate": rate, "norm": size}
         )
         rates = f"{speed:,.0f} tokens/s  lr {rate:.2e}  norm {size:.2f}"
-        return f"step {step:,}  loss {self.loss:.4f}  {rates}  {self.seconds:.1f} s  {self._share():.1%}"
+        lost = f"  {len(values) - len(finite)} of {len(values)} losses not finite" if len(finite) < len(values) else ""
+        return f"step {step:,}  loss {self.loss:.4f}  {rates}  {self.seconds:.1f} s  {self._share():.1%}{lost}"
 
     def evaluate(self) -> dict[str, dict[str, float]]:
         """Held-out loss by source, said and returned."""
@@ -207,6 +215,10 @@ class Trainer:
         if self.curve:
             self.curve[-1]["held_out"] = found
         return found
+
+    @property
+    def _identity(self) -> dict[str, object]:
+        return {**self._settings.identity, **self._fingerprint}
 
     def _share(self) -> float:
         return self._settings.budget.share(steps_done=self.step, seconds=self.seconds)

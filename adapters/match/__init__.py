@@ -1,0 +1,1 @@
+"""Which draft pays best: `posttrainllm match`, and `--draft-model auto`."""

@@ -227,7 +227,10 @@ def test_help_lists_the_commands_with_a_line_each():
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], *([name, "--help"] for name in ("bench", "chat", "convert", "gate", "replay", "sample", "serve"))],
+    [
+        ["--help"],
+        *([name, "--help"] for name in ("bench", "chat", "convert", "gate", "match", "replay", "sample", "serve")),
+    ],
 )
 def test_help_imports_neither_mlx_nor_mlx_lm(arguments):
     code = (

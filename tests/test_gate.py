@@ -394,7 +394,7 @@ def test_everything_that_bits_depend_on_is_in_the_key(embedded_pair, monkeypatch
         key(running(versions={**embedded_pair.runtime.versions, "posttrainllm": "0.0"})),
     ]
     assert key() == key()
-    names = {cache._name(other) for other in (key(), *others)}
+    names = {cache.file_name(other) for other in (key(), *others)}
     assert len(names) == 1 + len(others)
     assert json.loads(json.dumps(key())) == key()
     assert {"target", "draft", "adapter", "tokenizer", "kv_dtype", "rows", "capacity", "prompts"} <= key().keys()

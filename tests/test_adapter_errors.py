@@ -89,7 +89,7 @@ MLX_LM_CASES = {
 
 
 @pytest.mark.parametrize("case", MLX_LM_CASES)
-def test_a_config_of_mlx_lm_that_does_not_fit(tiny_checkpoint, tmp_path, case):
+def test_a_config_of_mlx_lm_that_does_not_fit_is_refused(tiny_checkpoint, tmp_path, case):
     changes, *parts = MLX_LM_CASES[case]
     adapter = save_mlx_lm(tmp_path / "adapter", modules_of(2))
     config(adapter, **changes)
@@ -128,7 +128,7 @@ def test_what_peft_has_beside_factors_is_refused_by_its_name(tiny_checkpoint, tm
         ({"use_dora": True}, "lora_magnitude_vector of model.layers"),
     ],
 )
-def test_a_config_of_peft_that_does_not_fit(tiny_checkpoint, tmp_path, changes, part):
+def test_a_config_of_peft_that_does_not_fit_is_refused(tiny_checkpoint, tmp_path, changes, part):
     adapter = save_peft(tmp_path / "adapter", modules_of(2))
     config(adapter, **changes)
     refused(tiny_checkpoint, adapter, CheckpointError, part)
@@ -162,7 +162,7 @@ TENSOR_CASES = {
 
 
 @pytest.mark.parametrize("case", TENSOR_CASES)
-def test_tensors_that_are_not_the_models(tiny_checkpoint, tmp_path, case):
+def test_tensors_that_are_not_the_models_are_refused(tiny_checkpoint, tmp_path, case):
     factors, part = TENSOR_CASES[case]
     adapter = save_mlx_lm(tmp_path / "adapter", modules_of(2))
     for module, (a, b) in factors.items():
@@ -180,13 +180,13 @@ def test_tensors_that_are_not_the_models(tiny_checkpoint, tmp_path, case):
         ({f"{Q}.lora_a": mx.zeros((0, 4))}, "expected those of [0, 4]"),
     ],
 )
-def test_tensors_that_are_no_adapter(tiny_checkpoint, tmp_path, changes, part):
+def test_tensors_that_are_no_adapter_are_refused(tiny_checkpoint, tmp_path, changes, part):
     adapter = save_mlx_lm(tmp_path / "adapter", modules_of(2))
     tensors(adapter, **changes)
     refused(tiny_checkpoint, adapter, CheckpointError, "adapters.safetensors", part)
 
 
-def test_a_full_fine_tune_of_another_model(tiny_checkpoint, tmp_path):
+def test_a_full_fine_tune_of_another_model_is_refused(tiny_checkpoint, tmp_path):
     adapter = save_mlx_lm(tmp_path / "adapter", modules_of(2), fine_tune_type="full")
     refused(tiny_checkpoint, adapter, CheckpointError, "lora_a", "expected one that the model has")
     mx.save_safetensors(str(adapter / "adapters.safetensors"), {f"{Q}.weight": mx.zeros((64, 65))})
@@ -261,7 +261,7 @@ def test_files_without_modules_take_no_adapter(tmp_path):
 # where an adapter is named
 
 
-def test_the_python_api_takes_both(tiny_checkpoint, tiny_draft_checkpoint, tmp_path):
+def test_the_python_api_takes_both_adapters(tiny_checkpoint, tiny_draft_checkpoint, tmp_path):
     lora, draft = save_mlx_lm(tmp_path / "a", modules_of(2)), save_peft(tmp_path / "b", modules_of(1))
     pair = posttrainllm.load(
         model=tiny_checkpoint, draft_model=tiny_draft_checkpoint, adapter_path=lora, draft_adapter_path=draft

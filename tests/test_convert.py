@@ -69,7 +69,7 @@ def test_a_dtype_makes_floats_of_everything(dtype, tmp_path):
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_mlx_lm_loads_it_with_the_same_logits_and_ids(family, tmp_path):
+def test_mlx_lm_loads_the_directory_with_the_same_logits_and_ids(family, tmp_path):
     import mlx_lm
 
     file, out = tmp_path / "model.gguf", tmp_path / "out"
@@ -202,13 +202,13 @@ def good_gemma(tmp_path):
 
 
 @pytest.mark.parametrize("layers", [0, -1, 2, 3])
-def test_more_layers_than_there_are_or_none(layers, file, tmp_path):
+def test_more_layers_than_there_are_or_none_are_refused(layers, file, tmp_path):
     said = refused(file, "--layers", layers, "--out", tmp_path / "out", code=2)
     assert said == f"--layers: got {layers}, expected 1 to 1, fewer than {file} has"
     assert not (tmp_path / "out").exists()
 
 
-def test_layers_that_cannot_be_told(tmp_path):
+def test_layers_that_cannot_be_told_apart_are_refused(tmp_path):
     from support import save_tiny_llama
 
     path = save_tiny_llama(tmp_path / "model", seed=1, layers=2)
@@ -220,7 +220,7 @@ def test_layers_that_cannot_be_told(tmp_path):
     )
 
 
-def test_what_there_is_nothing_to_convert_of(tmp_path, file, tiny_checkpoint):
+def test_what_there_is_nothing_to_convert_of_is_refused(tmp_path, file, tiny_checkpoint):
     out = tmp_path / "out"
     assert refused(tiny_checkpoint, "--out", out, code=2).startswith("--layers: got none for ")
     assert refused(tiny_checkpoint, "--out", out, "--layers", 1, "--dtype", "float16", code=2).startswith(
@@ -262,7 +262,7 @@ def test_an_exported_tinygpt_file_is_cut_too(tmp_path):
     )
 
 
-def test_arrays_are_not_lost(file, tmp_path):
+def test_a_directory_holds_every_array_of_its_model_and_no_other(file, tmp_path):
     convert(file, "--out", tmp_path / "out", "--dtype", "float32")
     module = load_pair(tmp_path / "out", dtype="float32").target.module
     written = mx.load(str(tmp_path / "out" / "model.safetensors"))

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import click
 
 from posttrainllm.adapters.lazy import LazyGroup
-from posttrainllm.adapters.messages import one_line
+from posttrainllm.adapters.messages import collapsed
 from posttrainllm.kernel.errors import PosttrainllmError, UsageError
 
 __all__ = ["cli", "main"]
@@ -59,7 +59,7 @@ class _Group(LazyGroup):
 
 
 def _fail(message: str, code: int) -> int:
-    click.echo(f"error: {one_line(message)}", err=True)
+    click.echo(f"error: {collapsed(message)}", err=True)
     return code
 
 

@@ -3,11 +3,11 @@
 import json
 from typing import Any
 
-__all__ = ["one_line", "shown"]
+__all__ = ["collapsed", "shown"]
 
 
-def one_line(text: object, most: int | None = None) -> str:
-    """Put a text or an error of a library on one line.
+def collapsed(text: object, most: int | None = None) -> str:
+    """Put a text or an error of a library on one line, its white space collapsed.
 
     Args:
         text: what it says.

@@ -11,7 +11,7 @@ from mlx.utils import tree_reduce
 from posttrainllm.adapters.loading.families import check_family, family_forward, family_of
 from posttrainllm.adapters.loading.layer_caches import LayerCaches, LayerViews, read_caches
 from posttrainllm.adapters.loading.packed import packed_forward, packed_shapes
-from posttrainllm.adapters.messages import one_line
+from posttrainllm.adapters.messages import collapsed
 from posttrainllm.kernel.cache import CacheView
 from posttrainllm.kernel.compiled import compile_prefill
 from posttrainllm.kernel.errors import UnsupportedModelError
@@ -195,5 +195,5 @@ def _check_traceable(model: Model, what: str) -> None:
             mx.zeros((rows, 2), dtype=mx.int32), model.make_kv(rows, 8), mx.zeros((rows,), dtype=mx.int32)
         )
     except (AttributeError, ValueError, TypeError, RuntimeError) as error:
-        text = one_line(error, 200)
+        text = collapsed(error, 200)
         raise UnsupportedModelError(f"{model.name}: its forward cannot be compiled{what}: {text}") from None

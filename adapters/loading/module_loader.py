@@ -11,7 +11,7 @@ from posttrainllm.adapters.loading.adapter import Adapter
 from posttrainllm.adapters.loading.checkpoint import Checkpoint, readable
 from posttrainllm.adapters.loading.gguf_module import gguf_module
 from posttrainllm.adapters.loading.llama_config import lifted_rope
-from posttrainllm.adapters.messages import one_line
+from posttrainllm.adapters.messages import collapsed
 from posttrainllm.kernel.errors import CheckpointError, UnsupportedModelError
 
 if TYPE_CHECKING:  # a model that needs no mlx-lm does not load MLX's layers either
@@ -48,7 +48,7 @@ def load_module(checkpoint: Checkpoint, dtype: str, adapter: Adapter | None = No
     except Exception as error:  # whatever an architecture makes of a config that it does not expect
         raise _translate(checkpoint.path, checkpoint.config, error) from None
     except SystemExit:  # of one that misses a package
-        family, text = checkpoint.config.get("model_type"), one_line(said.getvalue())
+        family, text = checkpoint.config.get("model_type"), collapsed(said.getvalue())
         raise UnsupportedModelError(
             f"{checkpoint.path}: mlx-lm cannot load {family!r:.100} here: {text:.300}"
         ) from None
@@ -64,7 +64,7 @@ def load_module(checkpoint: Checkpoint, dtype: str, adapter: Adapter | None = No
 
 
 def _translate(path: Path, config: dict[str, Any], error: Exception) -> CheckpointError | UnsupportedModelError:
-    text = one_line(error)
+    text = collapsed(error)
     if isinstance(error, ValueError) and "not supported" in text:
         return UnsupportedModelError(
             f"{path}: model_type {config.get('model_type')!r:.100} is not one that mlx-lm knows"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import attrs
 
-from posttrainllm.adapters.messages import one_line
+from posttrainllm.adapters.messages import collapsed
 from posttrainllm.adapters.user_cache import write_whole
 from posttrainllm.kernel.errors import BackendError
 
@@ -102,7 +102,7 @@ def _compile(nvrtc: ctypes.CDLL, source: str, options: Sequence[str]) -> bytes:
             nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
             log = ctypes.create_string_buffer(size.value)
             nvrtc.nvrtcGetProgramLog(program, log)
-            text = one_line(log.value.decode(errors="replace"), 400)
+            text = collapsed(log.value.decode(errors="replace"), 400)
             raise BackendError(f"CUDA kernels: NVRTC says: {text}")
         _check(nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size)))
         cubin = ctypes.create_string_buffer(size.value)

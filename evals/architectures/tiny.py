@@ -12,7 +12,7 @@ import numpy as np
 from mlx.utils import tree_map_with_path
 
 from posttrainllm.adapters.loading.pair import embedded_path
-from posttrainllm.adapters.messages import one_line
+from posttrainllm.adapters.messages import collapsed
 from posttrainllm.evals.architectures.configurations import Configuration
 from posttrainllm.kernel.errors import UnsupportedModelError
 
@@ -57,7 +57,7 @@ def random_module(configuration: Configuration, *, seed: int = 0) -> "Module":
             model_class, args_class = _get_classes(config=json.loads(json.dumps(configuration.config)))
             module: Module = model_class(args_class.from_dict(json.loads(json.dumps(configuration.config))))
     except (Exception, SystemExit) as error:
-        text = one_line(said.getvalue() or error, 200)
+        text = collapsed(said.getvalue() or error, 200)
         raise UnsupportedModelError(f"{configuration.module}: mlx-lm cannot build it here: {text}") from None
     module.update(tree_map_with_path(draw, module.parameters()))  # type: ignore[no-untyped-call] # as MLX declares it
     module.eval()

@@ -26,6 +26,7 @@ CODE = "def moon_phase(day_of_cycle):\n    "
 PROSE = "The baker on our street closes at noon, "
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 OLLAMA_CHAT, GENERATE = "/api/chat", "/api/generate"
+RATIO = "\nposttrainllm_speculation_speed_ratio "
 WARM = {"temperature": 1, "max_tokens": 24}
 COLD = {"temperature": 0, "max_tokens": 24}
 
@@ -165,6 +166,8 @@ def soak(server, count, good, *, before=0, dropped=0.1, threads=8):
     left, rests = [], []
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(lambda request: server.post(*request), good * before))
+        with suppress(AssertionError):  # it may have no doubt that the draft pays, and measures nothing
+            wait_for(lambda: before == 0 or RATIO in server.get("/metrics").text, seconds=20)
         for fifth in range(5):
             numbers = range(fifth * count // 5, (fifth + 1) * count // 5)
             list(pool.map(lambda number: one(server, number, good, expected, left, dropped), numbers))

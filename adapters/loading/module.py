@@ -27,7 +27,7 @@ from posttrainllm.kernel.state import KVCache
 if TYPE_CHECKING:  # a model that needs no mlx-lm does not load MLX's layers either
     from mlx.nn.layers.base import Module
 
-__all__ = ["Model", "load_module", "model_from_module", "module_forward"]
+__all__ = ["Model", "build_module", "load_module", "model_from_module", "module_forward"]
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -127,19 +127,18 @@ def _call(module: "Module", tokens: mx.array, views: LayerViews) -> mx.array:
     return logits
 
 
-def load_module(checkpoint: Checkpoint, dtype: str, adapter: Adapter | None = None) -> "Module":
-    """Build the architecture, read the weights and cast them.
+def build_module(checkpoint: Checkpoint, dtype: str) -> "Module":
+    """Build the architecture over the tensors of a checkpoint, none of which is read from its files yet.
 
     Args:
-        checkpoint: a checked directory.
-        dtype: "float32", "float16" or "bfloat16"; quantised weights keep their bits and take it for the rest.
-        adapter: put on it, by mlx-lm's own layers; None for none.
+        checkpoint: a checked directory, or a GGUF file, whose weights are read.
+        dtype: see `load_module`; for a GGUF file.
 
     Returns:
-        The module, its weights in memory.
+        The module, its weights as they are stored.
 
     Raises:
-        CheckpointError: weights and config do not fit, or the adapter does not.
+        CheckpointError: weights and config do not fit.
         UnsupportedModelError: mlx-lm does not know the architecture.
     """
     from mlx_lm.utils import load_model  # pulls in transformers: seconds
@@ -159,6 +158,25 @@ def load_module(checkpoint: Checkpoint, dtype: str, adapter: Adapter | None = No
         raise UnsupportedModelError(
             f"{checkpoint.path}: mlx-lm cannot load {family!r:.100} here: {text:.300}"
         ) from None
+    return module
+
+
+def load_module(checkpoint: Checkpoint, dtype: str, adapter: Adapter | None = None) -> "Module":
+    """Build the architecture, read the weights and cast them.
+
+    Args:
+        checkpoint: a checked directory.
+        dtype: "float32", "float16" or "bfloat16"; quantised weights keep their bits and take it for the rest.
+        adapter: put on it, by mlx-lm's own layers; None for none.
+
+    Returns:
+        The module, its weights in memory.
+
+    Raises:
+        CheckpointError: weights and config do not fit, or the adapter does not.
+        UnsupportedModelError: mlx-lm does not know the architecture.
+    """
+    module = build_module(checkpoint, dtype)
     module.set_dtype(getattr(mx, dtype))
     module.eval()
     mx.eval(module.parameters())  # type: ignore[no-untyped-call] # as MLX declares it
@@ -248,7 +266,7 @@ def _check_traceable(model: Model, what: str) -> None:
 
 
 def _translate(path: Path, config: dict[str, Any], error: Exception) -> CheckpointError | UnsupportedModelError:
-    text = " ".join(str(error).split())
+    text = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, ValueError) and "not supported" in text:
         return UnsupportedModelError(
             f"{path}: model_type {config.get('model_type')!r:.100} is not one that mlx-lm knows"

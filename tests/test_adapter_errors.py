@@ -68,6 +68,12 @@ MLX_LM_CASES = {
     "no rank": ({"lora_parameters": {"scale": 2}}, "lora_parameters.rank: got None, expected a whole number from 1 up"),
     "a flag for a rank": ({"lora_parameters": {"rank": True, "scale": 2}}, "lora_parameters.rank: got True"),
     "infinite": ({"lora_parameters": {"rank": 4, "scale": float("inf")}}, "lora_parameters.scale: got inf"),
+    "larger than a float": (
+        {"lora_parameters": {"rank": 4, "scale": 10**400}},
+        "lora_parameters.scale: got 1000",
+        "expected a finite number",
+    ),
+    "larger than a size": ({"lora_parameters": {"rank": 10**4000, "scale": 2}}, "expected [128, 1000"),
     "no object": ({"lora_parameters": [4]}, "lora_parameters: got [4], expected an object with rank and scale"),
     "old layers": ({"num_layers": None}, "num_layers: got None, expected a whole number"),
     "keys": (
@@ -147,6 +153,13 @@ def test_tensors_of_peft_that_are_no_factors_are_refused_by_name(tiny_checkpoint
     adapter = save_peft(tmp_path / "adapter", modules_of(2))
     tensors(adapter, **{name: mx.zeros(shape)})
     refused(tiny_checkpoint, adapter, UnsupportedModelError, name, "no embeddings, biases or whole modules")
+
+
+def test_a_magnitude_that_stands_there_twice_is_refused(tiny_checkpoint, tmp_path):
+    adapter = save_peft(tmp_path / "adapter", modules_of(2), kind="dora")
+    name = f"base_model.model.{Q}.lora_magnitude_vector"
+    tensors(adapter, **{f"{name}.weight": mx.ones((64,))})
+    refused(tiny_checkpoint, adapter, CheckpointError, f"{name}'", f"{name}.weight'", "expected one of them")
 
 
 TENSOR_CASES = {

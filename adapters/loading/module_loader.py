@@ -17,22 +17,21 @@ from posttrainllm.kernel.errors import CheckpointError, UnsupportedModelError
 if TYPE_CHECKING:  # a model that needs no mlx-lm does not load MLX's layers either
     from mlx.nn.layers.base import Module
 
-__all__ = ["load_module"]
+__all__ = ["build_module", "load_module"]
 
 
-def load_module(checkpoint: Checkpoint, dtype: str, adapter: Adapter | None = None) -> "Module":
-    """Build the architecture, read the weights and cast them.
+def build_module(checkpoint: Checkpoint, dtype: str) -> "Module":
+    """Build the architecture over the tensors of a checkpoint, none of which is read from its files yet.
 
     Args:
-        checkpoint: a checked directory.
-        dtype: "float32", "float16" or "bfloat16"; quantised weights keep their bits and take it for the rest.
-        adapter: put on it, by mlx-lm's own layers; None for none.
+        checkpoint: a checked directory, or a GGUF file, whose weights are read.
+        dtype: see `load_module`; for a GGUF file.
 
     Returns:
-        The module, its weights in memory.
+        The module, its weights as they are stored.
 
     Raises:
-        CheckpointError: weights and config do not fit, or the adapter does not.
+        CheckpointError: weights and config do not fit.
         UnsupportedModelError: mlx-lm does not know the architecture.
     """
     from mlx_lm.utils import load_model  # pulls in transformers: seconds
@@ -52,6 +51,25 @@ def load_module(checkpoint: Checkpoint, dtype: str, adapter: Adapter | None = No
         raise UnsupportedModelError(
             f"{checkpoint.path}: mlx-lm cannot load {family!r:.100} here: {text:.300}"
         ) from None
+    return module
+
+
+def load_module(checkpoint: Checkpoint, dtype: str, adapter: Adapter | None = None) -> "Module":
+    """Build the architecture, read the weights and cast them.
+
+    Args:
+        checkpoint: a checked directory.
+        dtype: "float32", "float16" or "bfloat16"; quantised weights keep their bits and take it for the rest.
+        adapter: put on it, by mlx-lm's own layers; None for none.
+
+    Returns:
+        The module, its weights in memory.
+
+    Raises:
+        CheckpointError: weights and config do not fit, or the adapter does not.
+        UnsupportedModelError: mlx-lm does not know the architecture.
+    """
+    module = build_module(checkpoint, dtype)
     module.set_dtype(getattr(mx, dtype))
     module.eval()
     mx.eval(module.parameters())  # type: ignore[no-untyped-call] # as MLX declares it
@@ -64,7 +82,7 @@ def load_module(checkpoint: Checkpoint, dtype: str, adapter: Adapter | None = No
 
 
 def _translate(path: Path, config: dict[str, Any], error: Exception) -> CheckpointError | UnsupportedModelError:
-    text = collapsed(error)
+    text = collapsed(error) or type(error).__name__
     if isinstance(error, ValueError) and "not supported" in text:
         return UnsupportedModelError(
             f"{path}: model_type {config.get('model_type')!r:.100} is not one that mlx-lm knows"

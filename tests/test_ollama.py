@@ -2,7 +2,7 @@
 
 import json
 
-import httpx
+import httpx2 as httpx
 import ollama
 import pytest
 from prometheus_client.parser import text_string_to_metric_families

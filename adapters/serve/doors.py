@@ -151,13 +151,16 @@ class _Connection(H11Protocol):
     def rank(self) -> int | None:
         """How soon it goes where a place is wanted; None while it waits for an answer.
 
-        0 has asked for nothing yet, 1 is in the middle of a body, 2 has had its answers.
+        0 has asked for nothing yet, 1 is in the middle of a body, 2 has had its answers, 3 does not read what it is
+        being told, so that the rest of it waits.
         """
         if self.cycle is None:
             return 0
         if self.conn.their_state is h11.SEND_BODY:
             return 1
-        return 2 if self.cycle.response_complete else None
+        if self.cycle.response_complete:
+            return 2
+        return 3 if self.flow.write_paused else None
 
     def look(self, now: float) -> str | None:
         """Note what is owed, and since when.
@@ -192,6 +195,9 @@ class _Connection(H11Protocol):
         """uvicorn has found no HTTP."""
         self._tell(invalid(f"no HTTP request: {msg}"))
         self.transport.close()
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Say nothing: uvicorn would recommend packages, in two lines for every request for another protocol."""
 
     def _tell(self, error: ApiError) -> None:
         body = json.dumps(error.body()).encode()

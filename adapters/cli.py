@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import click
 
 from posttrainllm.adapters.lazy import LazyGroup
+from posttrainllm.adapters.messages import collapsed
 from posttrainllm.kernel.errors import PosttrainllmError, UsageError
 
 __all__ = ["cli", "main"]
@@ -58,7 +59,7 @@ class _Group(LazyGroup):
 
 
 def _fail(message: str, code: int) -> int:
-    click.echo(f"error: {' '.join(message.split())}", err=True)
+    click.echo(f"error: {collapsed(message)}", err=True)
     return code
 
 

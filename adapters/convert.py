@@ -36,7 +36,11 @@ def convert(*, model: str, out: str, layers: int | None, dtype: str) -> None:
     from posttrainllm.adapters.loading.hub import locate
     from posttrainllm.adapters.runtime import start
 
+    if not model:
+        raise UsageError("MODEL: got an empty text, expected a GGUF file or a model directory")
     path = locate(model)
+    if not path.exists():
+        raise CheckpointError(f"{model}: got nothing there, expected a GGUF file or a model directory")
     start()  # MLX, with its BLAS in front
     from posttrainllm.adapters.loading.conversion import convert_gguf, cut_directory, first_layers
 

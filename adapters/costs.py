@@ -4,7 +4,6 @@
 measured again where they are on file, and a run holds them in its trace.
 """
 
-import hashlib
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -19,7 +18,7 @@ from posttrainllm.adapters.engine import Engine
 from posttrainllm.adapters.gate.key import models_of, setting_of
 from posttrainllm.adapters.loading.pair import Pair
 from posttrainllm.adapters.runtime import LOGGER
-from posttrainllm.adapters.user_cache import user_cache, write_whole
+from posttrainllm.adapters.user_cache import file_name, user_cache, write_whole
 from posttrainllm.kernel.config import Mode
 from posttrainllm.kernel.errors import LoadError
 
@@ -152,8 +151,7 @@ def _key(pair: Pair, shape: CostShape, mode: Mode) -> dict[str, Any] | None:
 
 def _file(key: dict[str, Any]) -> Path | None:
     folder = user_cache("costs")
-    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32] + ".json"
-    return None if folder is None else folder / name
+    return None if folder is None else folder / file_name(key)
 
 
 def _read(key: dict[str, Any]) -> Curve | None:

@@ -1,10 +1,13 @@
 """Where files are kept that a later run can use again."""
 
+import hashlib
+import json
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
-__all__ = ["user_cache", "write_whole"]
+__all__ = ["file_name", "user_cache", "write_whole"]
 
 
 def user_cache(name: str) -> Path | None:
@@ -21,6 +24,18 @@ def user_cache(name: str) -> Path | None:
     except RuntimeError:
         return None
     return Path(root) / "posttrainllm" / name
+
+
+def file_name(key: dict[str, Any]) -> str:
+    """The name of the file that is kept for a key.
+
+    Args:
+        key: plain values.
+
+    Returns:
+        A hash of them, with the suffix of JSON.
+    """
+    return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32] + ".json"
 
 
 def write_whole(file: Path, content: str | bytes) -> str | None:

@@ -68,6 +68,12 @@ MLX_LM_CASES = {
     "no rank": ({"lora_parameters": {"scale": 2}}, "lora_parameters.rank: got None, expected a whole number from 1 up"),
     "a flag for a rank": ({"lora_parameters": {"rank": True, "scale": 2}}, "lora_parameters.rank: got True"),
     "infinite": ({"lora_parameters": {"rank": 4, "scale": float("inf")}}, "lora_parameters.scale: got inf"),
+    "larger than a float": (
+        {"lora_parameters": {"rank": 4, "scale": 10**400}},
+        "lora_parameters.scale: got 1000",
+        "expected a finite number",
+    ),
+    "larger than a size": ({"lora_parameters": {"rank": 10**4000, "scale": 2}}, "expected [128, 1000"),
     "no object": ({"lora_parameters": [4]}, "lora_parameters: got [4], expected an object with rank and scale"),
     "old layers": ({"num_layers": None}, "num_layers: got None, expected a whole number"),
     "keys": (
@@ -89,7 +95,7 @@ MLX_LM_CASES = {
 
 
 @pytest.mark.parametrize("case", MLX_LM_CASES)
-def test_a_config_of_mlx_lm_that_does_not_fit(tiny_checkpoint, tmp_path, case):
+def test_a_config_of_mlx_lm_that_does_not_fit_is_refused(tiny_checkpoint, tmp_path, case):
     changes, *parts = MLX_LM_CASES[case]
     adapter = save_mlx_lm(tmp_path / "adapter", modules_of(2))
     config(adapter, **changes)
@@ -128,7 +134,7 @@ def test_what_peft_has_beside_factors_is_refused_by_its_name(tiny_checkpoint, tm
         ({"use_dora": True}, "lora_magnitude_vector of model.layers"),
     ],
 )
-def test_a_config_of_peft_that_does_not_fit(tiny_checkpoint, tmp_path, changes, part):
+def test_a_config_of_peft_that_does_not_fit_is_refused(tiny_checkpoint, tmp_path, changes, part):
     adapter = save_peft(tmp_path / "adapter", modules_of(2))
     config(adapter, **changes)
     refused(tiny_checkpoint, adapter, CheckpointError, part)
@@ -149,6 +155,13 @@ def test_tensors_of_peft_that_are_no_factors_are_refused_by_name(tiny_checkpoint
     refused(tiny_checkpoint, adapter, UnsupportedModelError, name, "no embeddings, biases or whole modules")
 
 
+def test_a_magnitude_that_stands_there_twice_is_refused(tiny_checkpoint, tmp_path):
+    adapter = save_peft(tmp_path / "adapter", modules_of(2), kind="dora")
+    name = f"base_model.model.{Q}.lora_magnitude_vector"
+    tensors(adapter, **{f"{name}.weight": mx.ones((64,))})
+    refused(tiny_checkpoint, adapter, CheckpointError, f"{name}'", f"{name}.weight'", "expected one of them")
+
+
 TENSOR_CASES = {
     "a deep layer": ({"model.layers.7.mlp.up_proj": ((64, 4), (4, 128))}, "model.layers.7.mlp.up_proj"),
     "no such module": ({"model.layers.0.mlp.router": ((64, 4), (4, 128))}, "model.layers.0.mlp.router"),
@@ -162,7 +175,7 @@ TENSOR_CASES = {
 
 
 @pytest.mark.parametrize("case", TENSOR_CASES)
-def test_tensors_that_are_not_the_models(tiny_checkpoint, tmp_path, case):
+def test_tensors_that_are_not_the_models_are_refused(tiny_checkpoint, tmp_path, case):
     factors, part = TENSOR_CASES[case]
     adapter = save_mlx_lm(tmp_path / "adapter", modules_of(2))
     for module, (a, b) in factors.items():
@@ -180,13 +193,13 @@ def test_tensors_that_are_not_the_models(tiny_checkpoint, tmp_path, case):
         ({f"{Q}.lora_a": mx.zeros((0, 4))}, "expected those of [0, 4]"),
     ],
 )
-def test_tensors_that_are_no_adapter(tiny_checkpoint, tmp_path, changes, part):
+def test_tensors_that_are_no_adapter_are_refused(tiny_checkpoint, tmp_path, changes, part):
     adapter = save_mlx_lm(tmp_path / "adapter", modules_of(2))
     tensors(adapter, **changes)
     refused(tiny_checkpoint, adapter, CheckpointError, "adapters.safetensors", part)
 
 
-def test_a_full_fine_tune_of_another_model(tiny_checkpoint, tmp_path):
+def test_a_full_fine_tune_of_another_model_is_refused(tiny_checkpoint, tmp_path):
     adapter = save_mlx_lm(tmp_path / "adapter", modules_of(2), fine_tune_type="full")
     refused(tiny_checkpoint, adapter, CheckpointError, "lora_a", "expected one that the model has")
     mx.save_safetensors(str(adapter / "adapters.safetensors"), {f"{Q}.weight": mx.zeros((64, 65))})
@@ -261,7 +274,7 @@ def test_files_without_modules_take_no_adapter(tmp_path):
 # where an adapter is named
 
 
-def test_the_python_api_takes_both(tiny_checkpoint, tiny_draft_checkpoint, tmp_path):
+def test_the_python_api_takes_both_adapters(tiny_checkpoint, tiny_draft_checkpoint, tmp_path):
     lora, draft = save_mlx_lm(tmp_path / "a", modules_of(2)), save_peft(tmp_path / "b", modules_of(1))
     pair = posttrainllm.load(
         model=tiny_checkpoint, draft_model=tiny_draft_checkpoint, adapter_path=lora, draft_adapter_path=draft

@@ -19,7 +19,7 @@ from posttrainllm.adapters.loading.changes import ModelChanges
 from posttrainllm.adapters.loading.checkpoint import read_checkpoint
 from posttrainllm.adapters.loading.fused_llama import fused_llama_forward
 from posttrainllm.adapters.loading.llama_reader import read_llama
-from posttrainllm.adapters.loading.pair import load_pair
+from posttrainllm.adapters.loading.pair import load_pair, with_draft
 from posttrainllm.adapters.replay.describe import fingerprints_of
 
 KINDS = ("lora", "dora")
@@ -266,6 +266,13 @@ def test_each_model_gets_its_own_adapter(tiny_checkpoint, tiny_draft_checkpoint,
     plain = load_pair(tiny_checkpoint, tiny_draft_checkpoint)
     assert mx.array_equal(logits_of(alone.draft), logits_of(plain.draft))
     assert (pair.target.adapter, pair.draft.adapter, alone.draft.adapter) == (str(lora), str(draft_lora), None)
+
+
+def test_what_was_changed_is_still_said_of_a_pair_whose_draft_was_added(tiny_checkpoint, tiny_draft_checkpoint, lora):
+    plain = load_pair(tiny_checkpoint, changes=ModelChanges(adapter_path=lora))
+    pair = with_draft(plain, tiny_draft_checkpoint)
+    assert pair.adapters == {"target": str(lora)}
+    assert [line for line in pair.notes if line.startswith(f"target adapter {lora}: ")] == list(plain.notes[-1:])
 
 
 def test_the_module_beside_a_forward_of_ours_has_the_adapter(tiny_checkpoint, adapter):

@@ -1,6 +1,7 @@
 """`posttrainllm convert`: directories that mlx-lm loads, of GGUF files and of the first layers of a model."""
 
 import json
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
@@ -13,8 +14,11 @@ from test_gguf_tokenizer import TEXTS
 
 from posttrainllm.adapters.loading import conversion, new_directory
 from posttrainllm.adapters.loading.checkpoint import read_checkpoint
+from posttrainllm.adapters.loading.layer_cut import cut_config
 from posttrainllm.adapters.loading.pair import embedded_path, load_pair
 from posttrainllm.adapters.loading.tokenizer import load_tokenizer
+from posttrainllm.evals.architectures.configurations import configurations
+from posttrainllm.evals.architectures.tiny import random_module, save_model
 
 
 def convert(*arguments):
@@ -69,7 +73,7 @@ def test_a_dtype_makes_floats_of_everything(dtype, tmp_path):
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_mlx_lm_loads_it_with_the_same_logits_and_ids(family, tmp_path):
+def test_mlx_lm_loads_the_directory_with_the_same_logits_and_ids(family, tmp_path):
     import mlx_lm
 
     file, out = tmp_path / "model.gguf", tmp_path / "out"
@@ -179,36 +183,50 @@ def test_weights_of_a_directory_stay_as_they_are_and_the_pair_decodes(tmp_path):
     assert decode(pair, prompts, width=5, count=24) == decode(pair.plain("test"), prompts, width=5, count=24)
 
 
-def test_settings_of_each_layer_are_cut_with_them(tmp_path, good_gemma):
-    convert(good_gemma, "--layers", 4, "--out", tmp_path / "draft")
-    config = json.loads((tmp_path / "draft" / "config.json").read_text())
-    assert config["text_config"]["num_hidden_layers"] == 4
-    assert config["text_config"]["layer_types"] == ["sliding_attention"] * 3 + ["full_attention"]
-    assert len({conversion.layer_of(name) for name in mx.load(str(tmp_path / "draft" / "model.safetensors"))}) == 5
+def test_settings_of_each_layer_are_cut_with_them():
+    types = (["sliding_attention"] * 3 + ["full_attention"]) * 2
+    inner = {"num_hidden_layers": 6, "layer_types": types[:6]}  # nested, as models of text and pictures have it
+    tensors = {f"model.layers.{layer}.mlp.up_proj.weight" for layer in range(6)} | {"model.norm.weight"}
+    config = cut_config(Path("model"), {"model_type": "x", "text_config": inner}, tensors, 4)
+    assert config == {"model_type": "x", "text_config": {"num_hidden_layers": 4, "layer_types": types[:4]}}
 
 
-@pytest.fixture
-def good_gemma(tmp_path):
-    """A nested config, as models of text and pictures have it; the weights are never computed with."""
-    from support import save_tiny_llama
+@pytest.mark.parametrize("family", ["gpt2", "olmo3", "mellum", "dbrx"])
+def test_first_layers_of_other_architectures_load(family, tmp_path, monkeypatch):
+    """Cases: two names for the number of layers; kinds of layers in lists."""
+    monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "error")
+    out = tmp_path / "draft"
+    convert(saved_model(family, tmp_path / "model"), "--layers", 3, "--out", out)
+    pair = load_pair(tmp_path / "model", out)
+    assert len(pair.draft.kv_shapes) == 3
 
-    path = save_tiny_llama(tmp_path / "nested", seed=1, layers=6)
-    config = json.loads((path / "config.json").read_text())
-    inner = {"num_hidden_layers": 6, "layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 2}
-    inner["layer_types"] = inner["layer_types"][:6]
-    kept = {name: value for name, value in config.items() if name != "num_hidden_layers"}
-    (path / "config.json").write_text(json.dumps({**kept, "text_config": inner | {"max_position_embeddings": 64}}))
+
+@pytest.mark.parametrize(
+    ("family", "part"),
+    [("gemma3", "IndexError: list index out of range"), ("olmo3", "'full_attention' is not in list")],
+)
+def test_layers_that_are_no_model_of_their_own_are_refused_and_nothing_is_written(family, part, tmp_path):
+    model = saved_model(family, tmp_path / "model")
+    said = refused(model, "--layers", 1, "--out", tmp_path / "draft")
+    assert said.startswith(f"{model}: --layers: got 1, expected as many as are a model of their own: ")
+    assert said.endswith(part)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def saved_model(family, path):
+    configuration = next(found for found in configurations() if found.module == family)
+    save_model(random_module(configuration), configuration.config, path)
     return path
 
 
 @pytest.mark.parametrize("layers", [0, -1, 2, 3])
-def test_more_layers_than_there_are_or_none(layers, file, tmp_path):
+def test_more_layers_than_there_are_or_none_are_refused(layers, file, tmp_path):
     said = refused(file, "--layers", layers, "--out", tmp_path / "out", code=2)
     assert said == f"--layers: got {layers}, expected 1 to 1, fewer than {file} has"
     assert not (tmp_path / "out").exists()
 
 
-def test_layers_that_cannot_be_told(tmp_path):
+def test_layers_that_cannot_be_told_apart_are_refused(tmp_path):
     from support import save_tiny_llama
 
     path = save_tiny_llama(tmp_path / "model", seed=1, layers=2)
@@ -220,13 +238,16 @@ def test_layers_that_cannot_be_told(tmp_path):
     )
 
 
-def test_what_there_is_nothing_to_convert_of(tmp_path, file, tiny_checkpoint):
+def test_what_there_is_nothing_to_convert_of_is_refused(tmp_path, file, tiny_checkpoint):
     out = tmp_path / "out"
     assert refused(tiny_checkpoint, "--out", out, code=2).startswith("--layers: got none for ")
+    missing = tmp_path / "missing.gguf"
+    assert refused(missing, "--out", out) == f"{missing}: got nothing there, expected a GGUF file or a model directory"
+    assert refused("", "--out", out, code=2) == "MODEL: got an empty text, expected a GGUF file or a model directory"
     assert refused(tiny_checkpoint, "--out", out, "--layers", 1, "--dtype", "float16", code=2).startswith(
         "--dtype: got"
     )
-    assert "expected a model directory" in refused(tmp_path / "nothing", "--layers", 1, "--out", out)
+    assert "expected a GGUF file or a model dir" in refused(tmp_path / "nothing", "--layers", 1, "--out", out)
     from tinygpt_files import save_tinygpt
 
     native = save_tinygpt(tmp_path / "model.tinygpt")
@@ -262,7 +283,7 @@ def test_an_exported_tinygpt_file_is_cut_too(tmp_path):
     )
 
 
-def test_arrays_are_not_lost(file, tmp_path):
+def test_a_directory_holds_every_array_of_its_model_and_no_other(file, tmp_path):
     convert(file, "--out", tmp_path / "out", "--dtype", "float32")
     module = load_pair(tmp_path / "out", dtype="float32").target.module
     written = mx.load(str(tmp_path / "out" / "model.safetensors"))

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import unicodedata
+from pathlib import Path
 
 import attrs
 import mlx.core as mx
@@ -15,6 +16,7 @@ from click.testing import CliRunner
 
 from posttrainllm.adapters import compiled as compiled_module
 from posttrainllm.adapters import engine as engine_module
+from posttrainllm.adapters import loading as loading_module
 from posttrainllm.adapters.cli import cli
 from posttrainllm.adapters.gate import cache, kl
 from posttrainllm.adapters.gate import command as command_module
@@ -394,7 +396,7 @@ def test_everything_that_bits_depend_on_is_in_the_key(embedded_pair, monkeypatch
         key(running(versions={**embedded_pair.runtime.versions, "posttrainllm": "0.0"})),
     ]
     assert key() == key()
-    names = {cache._name(other) for other in (key(), *others)}
+    names = {cache.file_name(other) for other in (key(), *others)}
     assert len(names) == 1 + len(others)
     assert json.loads(json.dumps(key())) == key()
     assert {"target", "draft", "adapter", "tokenizer", "kv_dtype", "rows", "capacity", "prompts"} <= key().keys()
@@ -410,6 +412,16 @@ def test_a_change_to_any_source_that_the_engine_steps_with_changes_the_key(monke
     needed = {".".join(name.split(".")[-2:]) for name in names} | {"adapters.engine"}
     assert {"adapters.compiled", "adapters.shapes", "kernel.compiled", "loading.pair"} <= needed
     assert needed <= hashed
+
+
+def test_a_change_to_any_file_that_loads_a_model_changes_the_key(monkeypatch):
+    read = []
+    monkeypatch.setattr(key_module.Path, "read_bytes", lambda path: read.append(path) or b"")
+    key_module._source_hash.__wrapped__()
+    folder = Path(inspect.getfile(loading_module)).parent
+    sources = set(folder.rglob("*.py"))
+    assert folder / "families" / "llama4.py" in sources
+    assert sources <= set(read)
 
 
 def test_the_hash_of_the_prompts_is_of_their_texts_in_order():

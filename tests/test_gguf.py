@@ -95,7 +95,7 @@ def test_packed_weights_have_the_bits_of_mlxs_own_reader(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_other_dtypes_are_near(dtype, tmp_path):
+def test_other_dtypes_give_nearly_the_same_logits(dtype, tmp_path):
     path = tmp_path / "model.gguf"
     stored = save_gguf(path, kind="F16")
     found = logits_of(load_pair(path, dtype=dtype).target)

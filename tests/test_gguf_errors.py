@@ -72,7 +72,7 @@ def path(tmp_path):
         ),
     ],
 )
-def test_a_file_that_is_none(contents, said, path):
+def test_a_file_that_is_no_gguf_file_is_refused(contents, said, path):
     assert refused(path, contents) == said
 
 
@@ -86,18 +86,18 @@ def test_a_file_that_is_none(contents, said, path):
         (struct.pack("<I", TEXT) + text(b"\xff"), '"x": got bytes that are no UTF-8, expected text'),
     ],
 )
-def test_a_value_that_is_none(entry, said, path):
+def test_a_value_of_the_metadata_that_cannot_be_is_refused(entry, said, path):
     assert refused(path, file_bytes(metadata() | {"x": entry}, tensors())) == said
 
 
-def test_arrays_longer_than_the_file(path):
+def test_an_array_longer_than_the_file_is_refused(path):
     entry = struct.pack("<IIQ", ARRAY, F64, 2**61)
     said = refused(path, file_bytes(metadata() | {"x": entry}, tensors()))
     assert said.startswith("truncated: got ")
     assert said.endswith(' for "x"')
 
 
-def test_a_key_and_a_tensor_of_the_same_name_twice(path):
+def test_a_key_or_a_tensor_that_is_there_twice_is_refused(path):
     good = file_bytes(metadata(), tensors())
     assert refused(path, good.replace(text("tokenizer.ggml.bos_token_id"), text("tokenizer.ggml.eos_token_id"))) == (
         'metadata: got "tokenizer.ggml.eos_token_id" twice, expected it once'
@@ -108,7 +108,7 @@ def test_a_key_and_a_tensor_of_the_same_name_twice(path):
 
 
 @pytest.mark.parametrize("count", [1, 4, 23, 24, 100, 3000, 7000, -1, -33])
-def test_a_file_cut_anywhere(count, path):
+def test_a_file_cut_anywhere_is_refused(count, path):
     good = file_bytes(metadata(), tensors())
     said = refused(path, good[:count])
     assert said.startswith(("truncated: ", "magic: ", "got ")), said
@@ -140,18 +140,18 @@ def changed(name="blk.0.attn_q.weight", **changes):
         ({"offset": 33}, '"blk.0.attn_q.weight": offset: got 33, expected a multiple of 32'),
     ],
 )
-def test_a_tensor_that_cannot_be(changes, said, path):
+def test_a_tensor_that_cannot_be_is_refused(changes, said, path):
     assert refused(path, changed(**changes)) == said
 
 
-def test_tensors_that_overlap_or_lie_behind_the_end(path):
+def test_tensors_that_overlap_or_lie_behind_the_end_are_refused(path):
     assert "overlaps another: got byte" in refused(path, changed(offset=0))
     said = refused(path, changed(offset=2**62))
     assert said.startswith("truncated: got ")
     assert said.endswith('for the tensor "blk.0.attn_q.weight"')
 
 
-def test_tensors_that_are_missing_or_more(path):
+def test_a_tensor_that_is_missing_or_one_too_many_is_refused(path):
     stored = tensors()
     assert refused(path, file_bytes(metadata(), {k: v for k, v in stored.items() if k != "output_norm.weight"})) == (
         "output_norm.weight is missing, expected it with the shape [64]"
@@ -219,12 +219,12 @@ def test_what_is_not_implemented_is_named(key, entry, said, path):
         ("llama.rope.freq_base", item(F32, -1.0), "got -1.0, expected more than 0"),
     ],
 )
-def test_metadata_that_describe_no_model(key, entry, said, path):
+def test_metadata_that_describe_no_model_are_refused(key, entry, said, path):
     save_gguf(path, extra={key: entry})
     assert refused(path) == f"{key}: {said}"
 
 
-def test_more_layers_than_there_are_tensors(path):
+def test_more_layers_than_there_are_tensors_are_refused(path):
     save_gguf(path, extra={"llama.block_count": item(U32, 2**30)})
     assert refused(path) == f"got 20 tensors, expected those of {2**30} layers"
 
@@ -268,13 +268,13 @@ def test_more_layers_than_there_are_tensors(path):
         ("model", item(TEXT, "bert"), UnsupportedModelError, 'got "bert", expected gpt2 or llama'),
     ],
 )
-def test_a_tokenizer_that_is_none(key, entry, by, said, path):
+def test_a_tokenizer_that_cannot_be_is_refused(key, entry, by, said, path):
     save_gguf(path, extra={f"tokenizer.ggml.{key}": entry})
     path_said = said_of_loading(path, by)
     assert path_said == f"tokenizer.ggml.{key}: {said}"
 
 
-def test_more_tokens_than_rows(path):
+def test_more_tokens_than_rows_are_refused(path):
     extra = {"tokenizer.ggml.tokens": item(ARRAY, [*TOKENS, "one more"]), "tokenizer.ggml.token_type": None}
     save_gguf(path, extra=extra)
     count = len(TOKENS)
@@ -291,7 +291,7 @@ def test_words_that_are_not_known_are_named(name, path):
     )
 
 
-def test_a_template_that_is_no_text(path):
+def test_a_template_that_is_no_text_is_refused(path):
     save_gguf(path, extra={"tokenizer.chat_template": item(U32, 1)})
     assert said_of_loading(path, CheckpointError) == "tokenizer.chat_template: got 1, expected a text"
 

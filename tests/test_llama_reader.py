@@ -13,7 +13,7 @@ from support import FAMILY_CONFIG, random_weights, save_tiny_llama
 
 from posttrainllm.adapters.loading.checkpoint import read_checkpoint
 from posttrainllm.adapters.loading.llama_reader import read_llama
-from posttrainllm.adapters.loading.module import load_module
+from posttrainllm.adapters.loading.module_loader import load_module
 
 BASE = FAMILY_CONFIG | {"vocab_size": 96}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}

@@ -66,7 +66,7 @@ def test_a_given_dtype_is_used_for_both_models(tiny_checkpoint, tiny_draft_check
 def test_the_forward_agrees_with_mlx_lms_own_cache_path(tiny_checkpoint):
     from mlx_lm.models.cache import make_prompt_cache
 
-    from posttrainllm.adapters.loading.module import load_module
+    from posttrainllm.adapters.loading.module_loader import load_module
 
     module = load_module(read_checkpoint(tiny_checkpoint), "float32")
     model = model_from_module(module, name="tiny", dtype="float32", context=512)

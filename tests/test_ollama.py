@@ -2,6 +2,7 @@
 
 import json
 
+import httpx2 as httpx
 import ollama
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -169,22 +170,64 @@ def test_what_cannot_be_done_is_one_line_under_error(client):
 
 
 @pytest.mark.parametrize(
+    ("endpoint", "change", "named"),
+    [
+        ("chat", {"options": {"repeat_penalty": 100}}, "repeat_penalty: got 100.0"),
+        ("chat", {"options": {"repeat_penalty": "x"}}, "repeat_penalty: got 'x'"),
+        ("chat", {"messages": [], "options": {"repeat_penalty": 100}}, "repeat_penalty: got 100.0"),
+        ("chat", {"messages": [{"role": "user", "content": "a " * 999}]}, "messages: got "),
+        ("generate", {"options": {"repeat_penalty": 0}}, "repeat_penalty: got 0.0"),
+        ("generate", {"prompt": "a " * 999}, "prompt: got "),
+        ("generate", {"prompt": "a " * 9_999}, "prompt: got "),
+        ("generate", {"prompt": "a " * 999, "raw": True}, "prompt: got "),
+    ],
+)
+def test_an_error_names_the_field_that_was_sent_not_ours(server, endpoint, change, named):
+    body = {"model": MODEL, "messages": SPOKEN} if endpoint == "chat" else {"model": MODEL, "prompt": CODE}
+    refused = server.post(f"/api/{endpoint}", {**body, **change})
+    assert refused.status_code == 400
+    assert refused.json()["error"].startswith(named)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("GET", "/api/ps", 404), ("POST", "/api/pull", 404), ("DELETE", "/api/delete", 404), ("GET", "/api/chat", 405)],
+)
+def test_a_path_that_is_not_there_is_refused_as_ollama_does(server, method, path, status):
+    refused = httpx.request(method, f"{server.url}{path}")
+    assert refused.status_code == status
+    assert refused.json() == {"error": f"{method} {path}: {refused.reason_phrase}"}
+
+
+@pytest.mark.parametrize("path", ["/api/generate", "/api/chat", "/api/show"])
+@pytest.mark.parametrize("kind", ["application/x-www-form-urlencoded", "text/plain", None])
+def test_a_body_is_json_whatever_curl_calls_it_but_a_web_page_must_say_so(server, path, kind):
+    headers = {} if kind is None else {"content-type": kind}
+    content = json.dumps({"model": MODEL, "messages": [], "prompt": ""}).encode()
+    assert httpx.post(f"{server.url}{path}", content=content, headers=headers).status_code == 200
+    of_a_page = {**headers, "origin": "https://elsewhere.example"}
+    refused = httpx.post(f"{server.url}{path}", content=content, headers=of_a_page)
+    assert refused.status_code == 400
+    assert refused.json()["error"].startswith("content-type: got ")
+
+
+@pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"model": None}, "model: got nothing"),
         ({"model": 7}, "model: got nothing"),
-        ({"messages": "x"}, "messages: expected a list of objects"),
-        ({"messages": [3]}, "messages: expected a list of objects"),
+        ({"messages": "x"}, "messages: got 'x', expected a list of objects"),
+        ({"messages": [3]}, r"messages: got \[3\], expected a list of objects"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role: got 'robot'"),
         ({"messages": [{"role": "user", "content": "x", "images": ["AA=="]}]}, "supports no images"),
         ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}, "supports no tool_calls"),
         ({"tools": [{}]}, "supports no tools"),
         ({"logprobs": True}, "supports no log probabilities here"),
-        ({"stream": "yes"}, "stream: expected true or false"),
+        ({"stream": "yes"}, "stream: got 'yes', expected true or false"),
         ({"options": []}, None),
-        ({"options": [1]}, "options: expected an object"),
-        ({"options": {"num_predict": "x"}}, "num_predict: expected a whole number"),
-        ({"options": {"num_predict": True}}, "num_predict: expected a whole number"),
+        ({"options": [1]}, r"options: got \[1\], expected an object"),
+        ({"options": {"num_predict": "x"}}, "num_predict: got 'x', expected a whole number"),
+        ({"options": {"num_predict": True}}, "num_predict: got true, expected a whole number"),
         ({"options": {"top_k": "x"}}, "top_k: got 'x'"),
         ({"options": {"typical_p": 0.5}}, "typical_p: this server supports no other value than 1"),
     ],
@@ -201,9 +244,9 @@ def test_a_bad_chat_names_its_field(change, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"prompt": 3}, "prompt: expected a text"),
-        ({"system": ["x"]}, "system: expected a text"),
-        ({"raw": 1}, "raw: expected true or false"),
+        ({"prompt": 3}, "prompt: got 3, expected a text"),
+        ({"system": ["x"]}, r"system: got \['x'\], expected a text"),
+        ({"raw": 1}, "raw: got 1, expected true or false"),
         ({"raw": True, "system": "x"}, "system: got it with raw"),
         ({"suffix": "x"}, "supports no suffix"),
         ({"context": [1, 2]}, "supports no context of ids"),

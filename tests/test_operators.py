@@ -16,6 +16,7 @@ from test_serve_configuration import parsed
 from posttrainllm.adapters.adaptive import Curve
 from posttrainllm.adapters.draft_length import DraftLength
 from posttrainllm.adapters.gate.paths import Shape
+from posttrainllm.adapters.loading.changes import UNCHANGED
 from posttrainllm.adapters.loading.pair import Pair
 from posttrainllm.adapters.replay.describe import fingerprints_of
 from posttrainllm.adapters.serve import boot, lifecycle
@@ -72,6 +73,7 @@ def fingerprint(pair: Pair, **changes) -> str:
         forward="auto",
         accept_rule="leviathan",
         slots=2,
+        changes=UNCHANGED,
         max_context=251,
         max_tokens_limit=None,
         queue=64,
@@ -80,6 +82,7 @@ def fingerprint(pair: Pair, **changes) -> str:
         api_key=None,
         served_model_name=None,
         request_timeout_s=None,
+        body_timeout_s=30,
         record_dir=None,
     )
     return boot._settings(options, pair, 251, shape, fingerprints_of(pair)).fingerprint

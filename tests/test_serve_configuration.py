@@ -22,6 +22,10 @@ dtype = "bfloat16"
 no-draft = true
 draft-k = "auto:7"
 forward = "module"
+adapter-path = "lora"
+draft-adapter-path = "draft-lora"
+kv-bits = "8"
+kv-group-size = "32"
 accept-rule = "coupled"
 host = "::1"
 port = 81
@@ -36,6 +40,9 @@ api-key-file = "key.txt"
 cors-origin = ["https://a.example", "https://b.example"]
 served-model-name = "n"
 request-timeout = 2.5
+header-timeout = 3.5
+body-timeout = 4.5
+max-connections = 77
 record-dir = "traces"
 log-level = "debug"
 """
@@ -56,7 +63,7 @@ def started(monkeypatch):
     """What `serve` would be started with; nothing is loaded."""
     seen = []
 
-    def serve_until_stopped(options, listener, *, cors_origins):
+    def serve_until_stopped(options, listener, *, cors_origins, limits):
         seen.append((options, listener.getsockname(), cors_origins))
         return 0
 

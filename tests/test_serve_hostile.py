@@ -1,5 +1,6 @@
 """Hostile clients: while each kind goes on, and after it, a good request is answered, with what it gets alone."""
 
+import contextlib
 import socket
 import statistics
 import time
@@ -72,6 +73,12 @@ def test_good_requests_are_answered_while_an_abuse_goes_on_in_4_threads(usual_se
     print(f"{kind.__name__}: {sum(counts)} requests or connections; good requests {times}")
 
 
+def is_answered(server):
+    with contextlib.suppress(httpx.TransportError):
+        return httpx.get(f"{server.url}/health", timeout=5).status_code == 200
+    return False
+
+
 def opened(server, content=b""):
     host, port = server.url.removeprefix("http://").split(":")
     connection = socket.create_connection((host, int(port)), timeout=PATIENCE_S)
@@ -137,6 +144,16 @@ def test_where_all_places_are_taken_an_idle_client_makes_room(server):
                 pass
     assert lost >= 200 - 64
     assert "all 64 connections are taken" in server.log
+
+
+def test_where_all_places_are_taken_who_does_not_read_makes_room_though_not_all_is_said(tmp_path):
+    asked_for = b"GET /openapi.json HTTP/1.1\r\nhost: x\r\n\r\n" * 400  # 16 MB, more than the system holds for him
+    with contextlib.ExitStack() as deaf, ServerProcess(tmp_path, *OPTIONS, "--max-connections", "4") as server:
+        for _ in range(2 * 4 + 2):
+            with contextlib.suppress(OSError):  # cut at once
+                deaf.enter_context(opened(server, asked_for))
+            time.sleep(0.1)
+        wait_for(lambda: is_answered(server))
 
 
 def test_what_is_no_http_is_told_so_in_json(server):

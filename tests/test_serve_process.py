@@ -232,6 +232,28 @@ def test_whoever_is_not_answered_when_the_server_stops_is_told_so(tmp_path, sign
         assert "Traceback" not in server.log
 
 
+LONG_CUT = SHORT_DRAIN.replace("lifecycle._DRAIN_S = 1", "lifecycle._DRAIN_S, lifecycle._CUT_S = 1, 15")
+
+
+def test_who_stops_in_a_body_or_does_not_read_does_not_keep_a_server_that_stops(tmp_path):
+    with ServerProcess(tmp_path, *NO_GATE, "--body-timeout", "100", program=LONG_CUT) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        half = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n{"
+        unread = b"GET /openapi.json HTTP/1.1\r\nhost: x\r\n\r\n" * 400
+        with socket.create_connection((host, port)) as stopped, socket.create_connection((host, port)) as deaf:
+            stopped.settimeout(60)
+            stopped.sendall(half)
+            deaf.sendall(unread)
+            wait_for(lambda: server.get("/health").status_code == 200)
+            server.process.send_signal(signal.SIGTERM)
+            told = b"".join(iter(lambda: stopped.recv(4096), b""))
+            assert told.startswith(b"HTTP/1.1 503 ")
+            assert b"shutting_down" in told
+            assert server.process.wait(60) == 0
+        assert "Cancel" not in server.log  # nobody had to be given up by uvicorn's own limit
+        assert "Traceback" not in server.log
+
+
 def refuses(server):
     try:
         server.get("/health")

@@ -2,6 +2,7 @@
 
 from posttrainllm.adapters.doctor.findings import Finding
 from posttrainllm.adapters.loading.blas import ENVIRONMENT, load_blas
+from posttrainllm.adapters.messages import collapsed
 from posttrainllm.adapters.runtime import Runtime, compile_obstacle, start
 from posttrainllm.kernel.errors import BackendError, PosttrainllmError
 
@@ -56,7 +57,7 @@ def _decoding(runtime: Runtime) -> Finding:
     except PosttrainllmError as error:
         why, remedy = str(error), "what is broken or slow above comes first"
     except Exception as error:  # whatever MLX raises where a kernel cannot be built or run
-        why, remedy = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}", "report it, with this output"
+        why, remedy = f"{type(error).__name__}: {collapsed(error, 300)}", "report it, with this output"
     else:
         count = len(result.token_ids)
         found = f"{count} tokens of the embedded pair, {runtime.device}"

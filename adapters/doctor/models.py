@@ -84,7 +84,7 @@ def model_finding(name: str, path: Path, runtime: Runtime, free: int | None) -> 
             status="note",
             found="cannot be used",
             why=str(error),
-            remedy="download it again; of a repository in another format (GGUF, for one), take one with safetensors",
+            remedy="download it again; of a repository of GGUF files name the file, else take one with safetensors",
             facts={"path": str(path)},
         )
     dtype = resolve_dtype("auto", checkpoint, runtime)

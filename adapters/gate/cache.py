@@ -4,7 +4,6 @@ A verdict holds for its key, which `key.py` makes. Writes are atomic; a file tha
 name says, counts as absent and is written again.
 """
 
-import hashlib
 import json
 import time
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 from posttrainllm.adapters.gate.findings import GateResult
 from posttrainllm.adapters.gate.key import models_of, setting_of
 from posttrainllm.adapters.loading.pair import Pair
-from posttrainllm.adapters.user_cache import user_cache, write_whole
+from posttrainllm.adapters.user_cache import file_name, user_cache, write_whole
 from posttrainllm.kernel.errors import LoadError
 
 __all__ = [
@@ -36,7 +35,7 @@ def cache_folder() -> Path | None:
 def read_result(key: dict[str, Any]) -> GateResult | None:
     """The verdict for a key; None where there is none that can be used."""
     folder = cache_folder()
-    found = None if folder is None else _read(folder / _name(key))
+    found = None if folder is None else _read(folder / file_name(key))
     return found[1] if found is not None and found[0] == key else None
 
 
@@ -54,13 +53,13 @@ def write_result(key: dict[str, Any], result: GateResult) -> str | None:
     if folder is None:
         return "there is no home directory"
     value = {"format": _FORMAT, "written_ns": time.time_ns(), "key": key, "result": result.to_dict()}
-    return write_whole(folder / _name(key), json.dumps(value))
+    return write_whole(folder / file_name(key), json.dumps(value))
 
 
 def trace_file(key: dict[str, Any]) -> Path | None:
     """Where the trace of a broken verdict goes; None where there is no home directory."""
     folder = cache_folder()
-    return None if folder is None else folder / "traces" / Path(_name(key)).with_suffix(".jsonl")
+    return None if folder is None else folder / "traces" / Path(file_name(key)).with_suffix(".jsonl")
 
 
 def known_broken(pair: Pair, draft_k: int) -> str | None:
@@ -126,7 +125,7 @@ def _kept() -> list[tuple[dict[str, Any], GateResult]]:
         kept = [
             found
             for file in folder.glob("*.json")
-            if (found := _read(file)) is not None and file.name == _name(found[0])
+            if (found := _read(file)) is not None and file.name == file_name(found[0])
         ]
     except OSError:
         return []
@@ -136,10 +135,6 @@ def _kept() -> list[tuple[dict[str, Any], GateResult]]:
 
 def _agrees(key: dict[str, Any], values: dict[str, Any]) -> bool:
     return all(key.get(name) == value for name, value in values.items())
-
-
-def _name(key: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32] + ".json"
 
 
 def _read(file: Path) -> tuple[dict[str, Any], GateResult, int] | None:

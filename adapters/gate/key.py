@@ -118,7 +118,7 @@ def _source_hash() -> str:
     kernel, adapters = (Path(str(package.__file__)).parent for package in (posttrainllm.kernel, posttrainllm.adapters))
     folders = (kernel, adapters / "loading", adapters / "gate")
     written = (".py", ".c", ".cu", ".h")
-    files = [file for folder in folders for file in sorted(folder.glob("*")) if file.suffix in written]
+    files = [file for folder in folders for file in sorted(folder.rglob("*")) if file.suffix in written]
     host = (
         "adaptive",
         "batch",

@@ -7,6 +7,7 @@ directory tells apart. Nothing here imports MLX.
 import math
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeAlias
 
@@ -123,7 +124,7 @@ class Adapter:
         """Hold one tensor's shape against what the model needs; CheckpointError with both."""
         got = self.entries[tensor].shape
         if got != tuple(expected):
-            self.refuse(f"{tensor:.200}: got the shape {list(got)!r:.100}, expected {list(expected)}")
+            self.refuse(f"{tensor:.200}: got the shape {list(got)!r:.100}, expected {list(expected)!r:.100}")
 
     def refuse(self, text: str) -> NoReturn:
         """A CheckpointError about the tensors."""
@@ -215,5 +216,7 @@ def count_of(path: Path, name: str, value: Any) -> int:
 
 def number_of(path: Path, name: str, value: Any) -> float:
     """A value of the config that is a finite number; arguments and errors are those of `checked`."""
-    good = type(value) in (int, float) and math.isfinite(value)
+    with suppress(OverflowError):  # of a whole number that no float can hold
+        value = float(value) if type(value) is int else value
+    good = type(value) is float and math.isfinite(value)
     return float(checked(path, name, value, good, "a finite number"))

@@ -91,7 +91,10 @@ def _with_updates(adapter: Adapter, rank: int, scale: float) -> Adapter:
                 f"{adapter.file}: got the tensor {name!r:.200}, expected {', '.join(parts)} of linear layers: "
                 "no embeddings, biases or whole modules"
             )
-        found.setdefault(match["module"], {})[match["part"]] = name
+        names = found.setdefault(match["module"], {})
+        if match["part"] in names:
+            adapter.refuse(f"got both {names[match['part']]!r:.200} and {name!r:.200}, expected one of them")
+        names[match["part"]] = name
     updates = {}
     for module, names in found.items():
         for part in parts:

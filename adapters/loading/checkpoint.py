@@ -16,6 +16,7 @@ import attrs
 from posttrainllm.adapters.loading.gguf_types import is_gguf
 from posttrainllm.adapters.loading.safetensors_header import read_tensor_entries
 from posttrainllm.adapters.loading.tinygpt_header import TinyGptHeader, is_tinygpt, read_header
+from posttrainllm.adapters.messages import collapsed
 from posttrainllm.kernel.errors import CheckpointError, PosttrainllmError, UnsupportedModelError
 
 if TYPE_CHECKING:  # it imports numpy, and --help must not
@@ -70,8 +71,7 @@ def readable(path: Path, problem: str) -> Iterator[None]:
     except PosttrainllmError:
         raise
     except Exception as error:
-        text = " ".join(str(error).split())[:300]
-        raise CheckpointError(f"{path}: {problem}: {type(error).__name__}: {text}") from None
+        raise CheckpointError(f"{path}: {problem}: {type(error).__name__}: {collapsed(error, 300)}") from None
 
 
 def read_checkpoint(path: Path) -> Checkpoint:

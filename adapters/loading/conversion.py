@@ -8,13 +8,14 @@ from pathlib import Path
 import attrs
 import mlx.core as mx
 
-from posttrainllm.adapters.loading.checkpoint import Checkpoint, read_checkpoint
+from posttrainllm.adapters.loading.checkpoint import Checkpoint, read_checkpoint, readable
 from posttrainllm.adapters.loading.gguf_model import GgufModel
 from posttrainllm.adapters.loading.gguf_reader import gguf_arrays
 from posttrainllm.adapters.loading.gguf_tokenizer import gguf_backend, tokenizer_json
 from posttrainllm.adapters.loading.layer_cut import cut_config, layer_of
+from posttrainllm.adapters.loading.module_loader import build_module
 from posttrainllm.adapters.loading.new_directory import new_directory, write_json, write_weights
-from posttrainllm.kernel.errors import UnsupportedModelError
+from posttrainllm.kernel.errors import LoadError, UnsupportedModelError
 
 __all__ = ["convert_gguf", "cut_directory", "first_layers"]
 
@@ -99,7 +100,8 @@ def cut_directory(checkpoint: Checkpoint, out: Path, *, layers: int) -> int:
 
     Raises:
         UsageError: `out` is taken, or there are not more blocks than that.
-        UnsupportedModelError: which tensors belong to which block cannot be told, or MLX does not read them.
+        UnsupportedModelError: which tensors belong to which block cannot be told, MLX does not read them, or what is
+            left is no model that mlx-lm can build.
         CheckpointError: the directory cannot be written.
     """
     path = checkpoint.path
@@ -123,5 +125,23 @@ def cut_directory(checkpoint: Checkpoint, out: Path, *, layers: int) -> int:
                 shutil.copyfile(file, made / file.name)
         write_json(made / "config.json", config)
         size = write_weights(made, kept())
-        read_checkpoint(made)
+        _check_whole(path, made, layers)
     return size
+
+
+def _check_whole(path: Path, made: Path, layers: int) -> None:
+    """Settings of single layers have many names: only the architecture can tell whether what is left is a model.
+
+    It is built and called, which reads no weight, since nothing is evaluated.
+    """
+    from mlx_lm.models.cache import make_prompt_cache
+
+    try:
+        with readable(made, "its module does not run"):
+            module = build_module(read_checkpoint(made), "float32")
+            module(mx.zeros((1, 1), dtype=mx.int32), cache=make_prompt_cache(module))
+    except LoadError as error:
+        raise UnsupportedModelError(
+            f"{path}: --layers: got {layers}, expected as many as are a model of their own: "
+            + str(error).removeprefix(str(made)).lstrip(":/ ")
+        ) from None

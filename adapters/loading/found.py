@@ -6,6 +6,7 @@ import attrs
 
 from posttrainllm.adapters.loading.checkpoint import Checkpoint
 from posttrainllm.adapters.loading.pair import embedded_path
+from posttrainllm.adapters.messages import collapsed
 from posttrainllm.kernel.errors import CheckpointError, UsageError
 
 __all__ = ["EMBEDDED", "FoundModel", "embedded_models", "hub_models", "models_in", "parameter_count"]
@@ -51,7 +52,7 @@ def hub_models(folder: Path | None = None) -> list[FoundModel]:
     except CacheNotFound:
         return []
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"it cannot be read: {' '.join(str(error).split())[:200]}") from None
+        raise CheckpointError(f"it cannot be read: {collapsed(error, 200)}") from None
     found = []
     for repository in sorted(scan.repos, key=lambda repository: repository.repo_id):
         if repository.repo_type == "model" and repository.revisions:

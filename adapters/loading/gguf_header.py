@@ -14,7 +14,7 @@ import attrs
 
 from posttrainllm.adapters.loading.gguf_types import MAGIC, TensorType, tensor_type
 from posttrainllm.adapters.loading.gguf_values import ValueReader, shown_value
-from posttrainllm.adapters.loading.tinygpt_layout import shown
+from posttrainllm.adapters.messages import shown
 from posttrainllm.kernel.errors import CheckpointError
 
 __all__ = ["GgufHeader", "GgufTensor", "read_gguf_header"]

@@ -6,7 +6,7 @@ import numpy as np
 
 from posttrainllm.adapters.loading.gguf_header import GgufHeader
 from posttrainllm.adapters.loading.gguf_values import shown_value
-from posttrainllm.adapters.loading.tinygpt_layout import shown
+from posttrainllm.adapters.messages import shown
 from posttrainllm.kernel.errors import CheckpointError
 
 __all__ = ["scored_merges", "stated_merges"]

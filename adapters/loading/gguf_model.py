@@ -15,7 +15,7 @@ from posttrainllm.adapters.loading.gguf_header import GgufHeader, GgufTensor, re
 from posttrainllm.adapters.loading.gguf_rope import llama3_scaling
 from posttrainllm.adapters.loading.gguf_types import DENSE, PACKED
 from posttrainllm.adapters.loading.gguf_vocabulary import text_ids
-from posttrainllm.adapters.loading.tinygpt_layout import shown
+from posttrainllm.adapters.messages import shown
 from posttrainllm.kernel.errors import CheckpointError, UnsupportedModelError
 
 __all__ = ["GROUP_SIZE", "GgufModel", "GgufPart", "read_gguf"]

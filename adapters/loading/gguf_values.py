@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from posttrainllm.adapters.loading.tinygpt_layout import shown
+from posttrainllm.adapters.messages import shown
 from posttrainllm.kernel.errors import CheckpointError
 
 __all__ = ["ValueReader", "shown_value"]

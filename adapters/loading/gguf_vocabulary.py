@@ -9,7 +9,7 @@ import numpy.typing as npt
 from posttrainllm.adapters.loading.gguf_config import whole_number
 from posttrainllm.adapters.loading.gguf_header import GgufHeader
 from posttrainllm.adapters.loading.gguf_values import shown_value
-from posttrainllm.adapters.loading.tinygpt_layout import shown
+from posttrainllm.adapters.messages import shown
 from posttrainllm.kernel.errors import CheckpointError
 
 __all__ = ["CONTROL", "KEY", "Kinds", "read_flag", "read_tokens", "text_ids", "token_id"]

@@ -4,6 +4,7 @@ import re
 import sys
 from pathlib import Path
 
+from posttrainllm.adapters.messages import collapsed
 from posttrainllm.kernel.errors import CheckpointError
 
 __all__ = ["locate"]
@@ -49,5 +50,5 @@ def locate(model: str | Path) -> Path:
             why = " (does it exist, is it private or gated?)" if code in (401, 403, 404) else ""
             problem = f"the hub answers {code}{why}"
     except Exception as error:  # a full disk, or whatever the client makes of an answer that it does not expect
-        problem = f"the hub does not give it ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+        problem = f"the hub does not give it ({type(error).__name__}: {collapsed(error, 200)})"
     raise CheckpointError(f"{model}: got neither a directory here nor a model of the hub: {problem}")

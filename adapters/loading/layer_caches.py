@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import attrs
 import mlx.core as mx
 
+from posttrainllm.adapters.messages import collapsed
 from posttrainllm.kernel.cache import CacheView
 from posttrainllm.kernel.errors import UnsupportedModelError
 from posttrainllm.kernel.state import KVCache
@@ -109,7 +110,7 @@ def _lacking(problem: str, dtype: str) -> str:
     if "No Metal" in problem:
         return "its layers are kernels for Metal, which is not here"
     hint = "" if dtype == "float32" else "; --dtype float32 may"
-    return f"its forward does not run here in {dtype}: {' '.join(problem.split())[:200].rstrip('.')}{hint}"
+    return f"its forward does not run here in {dtype}: {collapsed(problem, 200).rstrip('.')}{hint}"
 
 
 def _window(module: "Module", index: int, count: int, cache: Any, name: str) -> int | None:

@@ -11,7 +11,11 @@ __all__ = ["cut_config", "layer_of"]
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 _COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-_LISTS = ("layer_types", "no_rope_layers")  # one entry a layer
+# one entry a layer
+_LISTS = (
+    *("activation_sparsity_pattern", "block_configs", "hybrid_layer_pattern", "layer_types"),
+    *("mlp_layer_types", "moe_layer_freq", "no_rope_layers"),
+)
 
 
 def layer_of(name: str) -> int | None:
@@ -45,7 +49,8 @@ def cut_config(path: Path, config: Mapping[str, Any], tensors: set[str], layers:
         raise UnsupportedModelError(f"{path}: --layers: got {got}, expected a stack of numbered layers")
     if not 0 < layers < scope[name]:
         raise UsageError(f"--layers: got {layers}, expected 1 to {scope[name] - 1}, fewer than {path} has")
-    changed = {**scope, name: layers}
+    total = scope[name]
+    changed = {**scope, **{count: layers for count in _COUNTS if scope.get(count) == total}}
     for key in _LISTS:
         if isinstance(scope.get(key), list):
             changed[key] = scope[key][:layers]

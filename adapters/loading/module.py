@@ -1,25 +1,20 @@
 """An mlx-lm module as a pure `Forward`."""
 
-import contextlib
-import io
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import attrs
 import mlx.core as mx
 from mlx.utils import tree_reduce
 
-from posttrainllm.adapters.loading.adapter import Adapter
-from posttrainllm.adapters.loading.checkpoint import Checkpoint, readable
 from posttrainllm.adapters.loading.families import check_family, family_forward, family_of
-from posttrainllm.adapters.loading.gguf_module import gguf_module
 from posttrainllm.adapters.loading.layer_caches import LayerCaches, LayerViews, read_caches
-from posttrainllm.adapters.loading.llama_config import lifted_rope
 from posttrainllm.adapters.loading.packed import packed_forward, packed_shapes
+from posttrainllm.adapters.messages import collapsed
 from posttrainllm.kernel.cache import CacheView
 from posttrainllm.kernel.compiled import compile_prefill
-from posttrainllm.kernel.errors import CheckpointError, UnsupportedModelError
+from posttrainllm.kernel.errors import UnsupportedModelError
 from posttrainllm.kernel.forward import Forward
 from posttrainllm.kernel.quantized_cache import ENTRIES, Packing
 from posttrainllm.kernel.state import KVCache
@@ -27,7 +22,7 @@ from posttrainllm.kernel.state import KVCache
 if TYPE_CHECKING:  # a model that needs no mlx-lm does not load MLX's layers either
     from mlx.nn.layers.base import Module
 
-__all__ = ["Model", "load_module", "model_from_module", "module_forward"]
+__all__ = ["Model", "model_from_module", "module_forward"]
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -127,49 +122,6 @@ def _call(module: "Module", tokens: mx.array, views: LayerViews) -> mx.array:
     return logits
 
 
-def load_module(checkpoint: Checkpoint, dtype: str, adapter: Adapter | None = None) -> "Module":
-    """Build the architecture, read the weights and cast them.
-
-    Args:
-        checkpoint: a checked directory.
-        dtype: "float32", "float16" or "bfloat16"; quantised weights keep their bits and take it for the rest.
-        adapter: put on it, by mlx-lm's own layers; None for none.
-
-    Returns:
-        The module, its weights in memory.
-
-    Raises:
-        CheckpointError: weights and config do not fit, or the adapter does not.
-        UnsupportedModelError: mlx-lm does not know the architecture.
-    """
-    from mlx_lm.utils import load_model  # pulls in transformers: seconds
-
-    said = io.StringIO()
-    try:
-        module: Module
-        if checkpoint.gguf is not None:
-            module = gguf_module(checkpoint.gguf, dtype)
-        else:
-            with contextlib.redirect_stdout(said):  # architectures print what they miss; a command's output is its own
-                module = load_model(checkpoint.path, lazy=True, model_config=lifted_rope(checkpoint.config))[0]
-    except Exception as error:  # whatever an architecture makes of a config that it does not expect
-        raise _translate(checkpoint.path, checkpoint.config, error) from None
-    except SystemExit:  # of one that misses a package
-        family, text = checkpoint.config.get("model_type"), " ".join(said.getvalue().split())
-        raise UnsupportedModelError(
-            f"{checkpoint.path}: mlx-lm cannot load {family!r:.100} here: {text:.300}"
-        ) from None
-    module.set_dtype(getattr(mx, dtype))
-    module.eval()
-    mx.eval(module.parameters())  # type: ignore[no-untyped-call] # as MLX declares it
-    if adapter is not None:
-        from posttrainllm.adapters.loading.adapter_layers import adapt_module
-
-        with readable(adapter.path, "does not fit the model"):
-            adapt_module(module, adapter, dtype)
-    return module
-
-
 def model_from_module(
     module: "Module", *, name: str, dtype: str, context: int, packing: Packing | None = None
 ) -> Model:
@@ -243,18 +195,5 @@ def _check_traceable(model: Model, what: str) -> None:
             mx.zeros((rows, 2), dtype=mx.int32), model.make_kv(rows, 8), mx.zeros((rows,), dtype=mx.int32)
         )
     except (AttributeError, ValueError, TypeError, RuntimeError) as error:
-        text = " ".join(str(error).split())[:200]
+        text = collapsed(error, 200)
         raise UnsupportedModelError(f"{model.name}: its forward cannot be compiled{what}: {text}") from None
-
-
-def _translate(path: Path, config: dict[str, Any], error: Exception) -> CheckpointError | UnsupportedModelError:
-    text = " ".join(str(error).split())
-    if isinstance(error, ValueError) and "not supported" in text:
-        return UnsupportedModelError(
-            f"{path}: model_type {config.get('model_type')!r:.100} is not one that mlx-lm knows"
-        )
-    if isinstance(error, TypeError) and "required positional" in text:
-        return CheckpointError(f"{path}/config.json: lacks {text.rsplit(':', 1)[-1].strip()}")
-    if isinstance(error, KeyError):
-        return CheckpointError(f"{path}/config.json: lacks {text}")
-    return CheckpointError(f"{path}: weights and config.json do not fit: {text[:300]}")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import attrs
 
+from posttrainllm.adapters.messages import collapsed
 from posttrainllm.adapters.user_cache import write_whole
 from posttrainllm.kernel.errors import BackendError
 
@@ -101,8 +102,8 @@ def _compile(nvrtc: ctypes.CDLL, source: str, options: Sequence[str]) -> bytes:
             nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
             log = ctypes.create_string_buffer(size.value)
             nvrtc.nvrtcGetProgramLog(program, log)
-            text = " ".join(log.value.decode(errors="replace").split())
-            raise BackendError(f"CUDA kernels: NVRTC says: {text[:400]}")
+            text = collapsed(log.value.decode(errors="replace"), 400)
+            raise BackendError(f"CUDA kernels: NVRTC says: {text}")
         _check(nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size)))
         cubin = ctypes.create_string_buffer(size.value)
         _check(nvrtc.nvrtcGetCUBIN(program, cubin))

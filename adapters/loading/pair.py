@@ -186,7 +186,8 @@ def with_draft(
     draft = _load_model(checkpoints[1], str(draft_model), own, forward, None, changes)
     differences = check_pair(pair.tokenizer, tokenizer, draft_rows=draft.vocab_size)
     notes = differences + model_notes(checkpoints, [pair.target, draft], pair.tokenizer)
-    return attrs.evolve(pair, draft=draft, reason=None, notes=notes)
+    changed = tuple(line for line in pair.notes if line not in notes)  # of the target's adapter and of `--kv-bits`
+    return attrs.evolve(pair, draft=draft, reason=None, notes=notes + changed)
 
 
 def resolve_dtype(dtype: str, checkpoint: Checkpoint, runtime: Runtime) -> str:

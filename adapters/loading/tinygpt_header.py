@@ -18,8 +18,8 @@ from posttrainllm.adapters.loading.tinygpt_layout import (
     item_bytes,
     place_tensors,
     read_manifest,
-    shown,
 )
+from posttrainllm.adapters.messages import shown
 from posttrainllm.kernel.errors import CheckpointError, UnsupportedModelError
 
 __all__ = ["TinyGptHeader", "is_tinygpt", "read_header"]

@@ -1,6 +1,5 @@
 """Which tensors a `.tinygpt` file has, and where in it they lie."""
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -8,9 +7,10 @@ from typing import Any
 
 import attrs
 
+from posttrainllm.adapters.messages import shown
 from posttrainllm.kernel.errors import CheckpointError, UnsupportedModelError
 
-__all__ = ["ManifestEntry", "TensorPlace", "check_tensors", "item_bytes", "place_tensors", "read_manifest", "shown"]
+__all__ = ["ManifestEntry", "TensorPlace", "check_tensors", "item_bytes", "place_tensors", "read_manifest"]
 
 _TRAINING_COPIES = 3  # weight, Adam's m, Adam's v
 _MOST_FLOATS = 2**60  # sums and products of sizes stay numbers that can be printed
@@ -147,16 +147,6 @@ def place_tensors(
 def item_bytes(dtype: str) -> int:
     """Bytes of an element of "float32" or "float16"."""
     return 4 if dtype == "float32" else 2
-
-
-def shown(value: Any) -> str:
-    """A value of a header for a message, on one line and short: a broken file's may be as long as the file."""
-    if value is None:
-        return "nothing"
-    if isinstance(value, list | dict) and len(value) > 8:
-        return f"a {type(value).__name__} of {len(value)}"
-    text = json.dumps(value)
-    return text if len(text) <= 80 else f"{text[:80]}..."
 
 
 def _end_of(path: Path, places: Mapping[str, TensorPlace], item: int) -> int:

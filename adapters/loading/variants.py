@@ -23,7 +23,8 @@ from posttrainllm.adapters.loading.gpt_reader import read_exported
 from posttrainllm.adapters.loading.llama import LlamaShape, LlamaWeights
 from posttrainllm.adapters.loading.llama_config import read_config
 from posttrainllm.adapters.loading.llama_reader import fuse_llama, read_llama
-from posttrainllm.adapters.loading.module import Model, load_module, model_from_module
+from posttrainllm.adapters.loading.module import Model, model_from_module
+from posttrainllm.adapters.loading.module_loader import load_module
 from posttrainllm.adapters.loading.nvrtc import gpu
 from posttrainllm.adapters.loading.tinygpt_reader import read_tinygpt
 from posttrainllm.adapters.runtime import LOGGER, Runtime, start

@@ -1,12 +1,12 @@
 """`posttrainllm match`: parse, call, print."""
 
 import json
-import sys
 from typing import Any
 
 import click
 
 from posttrainllm.adapters.loading.pair import DTYPES, FORWARDS, Pair, load_pair
+from posttrainllm.adapters.status_line import status_line
 from posttrainllm.kernel.errors import UsageError
 
 __all__ = ["match"]
@@ -39,7 +39,7 @@ def match(
     if any(not folder for folder in candidates):
         raise UsageError("--candidates: got an empty text, expected a directory of models")
     found = [model for folder in candidates for model in models_in(folder)]
-    with _status() as status:
+    with status_line() as status:
         pair = load_pair(model, speculate=False, dtype=dtype, forward=forward)
         from posttrainllm.adapters.match.auto import MOST, local_models, say
         from posttrainllm.adapters.match.decide import Search
@@ -89,10 +89,3 @@ def _setting_of(pair: Pair) -> dict[str, Any]:
         "prompts": PROMPTS,
         "max_tokens": MAX_TOKENS,
     }
-
-
-def _status() -> Any:
-    """A line on a terminal's standard error while nothing is printed yet."""
-    from rich.console import Console
-
-    return Console(stderr=True, quiet=sys.stderr is None or not sys.stderr.isatty()).status("loading")

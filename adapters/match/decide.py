@@ -21,6 +21,7 @@ from posttrainllm.adapters.loading.tokenizer import load_tokenizer
 from posttrainllm.adapters.match.findings import EQUAL, NOT_SMALLER, Candidate, Decision
 from posttrainllm.adapters.match.kept import keep, measured_from, read
 from posttrainllm.adapters.match.measure import Setting, measure
+from posttrainllm.adapters.messages import collapsed
 from posttrainllm.adapters.replay.describe import fingerprints_of
 from posttrainllm.kernel.errors import CapacityError, LoadError, MemoryLimitError, PairError
 
@@ -200,4 +201,4 @@ def _left_out(candidate: Candidate, most: int) -> Candidate:
 
 def _without(path: object, error: Exception) -> str:
     """The text of an error; the path in front of it stands in the row anyway."""
-    return " ".join(str(error).removeprefix(f"{path}: ").split())
+    return collapsed(str(error).removeprefix(f"{path}: "))

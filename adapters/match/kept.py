@@ -3,14 +3,13 @@
 A file holds what its key says; one that cannot be read, or is not what its name says, counts as absent.
 """
 
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
 
 from posttrainllm.adapters.match.findings import Measured, StepTime
 from posttrainllm.adapters.runtime import LOGGER
-from posttrainllm.adapters.user_cache import user_cache, write_whole
+from posttrainllm.adapters.user_cache import file_name, user_cache, write_whole
 
 __all__ = ["keep", "measured_from", "read"]
 
@@ -78,5 +77,4 @@ def measured_from(found: dict[str, Any]) -> Measured | None:
 
 def _file(key: dict[str, Any]) -> Path | None:
     folder = user_cache("match")
-    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32] + ".json"
-    return None if folder is None else folder / name
+    return None if folder is None else folder / file_name(key)

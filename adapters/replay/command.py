@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from posttrainllm.adapters.status_line import status_line
 from posttrainllm.kernel.errors import TraceError, UsageError
 
 if TYPE_CHECKING:  # they import MLX, and --help must not
@@ -64,7 +65,7 @@ def replay(
         click.echo(f"notice: {file}: line {trace.torn} breaks off and is left out", err=True)
     elif trace.end is None and not as_json:
         click.echo(f"notice: {file}: has no end: the run was killed, or the file is cut", err=True)
-    with _status(enabled=not as_json) as status:
+    with status_line(enabled=not as_json) as status:
         pair, differing = _load(trace, (model, draft_model), (adapter_path, draft_adapter_path), anyway)
         for phrase in () if as_json else differing:
             click.echo(f"warning: {phrase}", err=True)
@@ -152,11 +153,3 @@ def _compilation(*, enabled: bool) -> Iterator[None]:
         yield
     finally:
         mx.enable_compile()
-
-
-def _status(*, enabled: bool) -> Any:
-    """A line on a terminal's standard error while nothing is printed yet."""
-    from rich.console import Console
-
-    console = Console(stderr=True, quiet=not enabled or sys.stderr is None or not sys.stderr.isatty())
-    return console.status("loading")

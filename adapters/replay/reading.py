@@ -4,15 +4,14 @@ Only the form is held against expectations here: that the tokens are the run's i
 """
 
 import itertools
-import json
 from pathlib import Path
-from typing import Any
 
 from posttrainllm.adapters.adaptive import Curve
 from posttrainllm.adapters.loading.changes import KV_BITS, KV_GROUP_SIZES
 from posttrainllm.adapters.loading.pair import DTYPES
 from posttrainllm.adapters.params import MAX_DRAFT_K, SamplingParams, is_int
 from posttrainllm.adapters.replay.trace import FORMAT, Header, StepRecord, Trace
+from posttrainllm.adapters.replay.trace_line import TraceLine, are_numbers, is_printable, json_object
 from posttrainllm.kernel.errors import CapacityError, TraceError, UsageError
 
 __all__ = ["read_trace"]
@@ -52,15 +51,15 @@ def _parse(path: str, data: bytes) -> Trace:
     if not lines:
         raise TraceError("got an empty file, expected a trace")
     torn = None
-    if not whole and _json(lines[-1]) is None:
+    if not whole and json_object(lines[-1]) is None:
         torn, lines = len(lines), lines[:-1]
     if not lines:
         raise TraceError("line 1: got a header that breaks off, expected a whole one")
-    header = _header(_Line(1, lines[0]))
+    header = _header(TraceLine(1, lines[0]))
     steps: list[StepRecord] = []
     end = None
     for number, text in enumerate(lines[1:], 2):
-        line = _Line(number, text)
+        line = TraceLine(number, text)
         if end is not None:
             raise TraceError(f"line {number}: got a line behind the end, expected none")
         if "end" in line.value:
@@ -72,75 +71,7 @@ def _parse(path: str, data: bytes) -> Trace:
     return Trace(path=path, header=header, steps=tuple(steps), end=end, torn=torn)
 
 
-def _json(text: bytes) -> dict[str, Any] | None:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
-
-
-class _Line:
-    """One line's object, or one inside it, whose values are taken out with a check."""
-
-    def __init__(self, number: int, text: bytes = b"", value: dict[str, Any] | None = None, prefix: str = "") -> None:
-        found = _json(text) if value is None else value
-        if found is None:
-            shown = text[:40].decode("utf-8", "replace")
-            raise TraceError(f"line {number}: got {shown!r}, expected a JSON object")
-        self.number, self.value, self._prefix = number, found, prefix
-
-    def take(self, name: str, good: Any, expected: str) -> Any:
-        """A value for which good(value) holds."""
-        if name not in self.value:
-            raise TraceError(f"line {self.number}: {self._prefix}{name} is missing, expected {expected}")
-        got = self.value[name]
-        if not good(got):
-            self.refuse(name, got, expected)
-        return got
-
-    def refuse(self, name: str, got: Any, expected: str) -> None:
-        shown = repr(got)
-        shown = shown if len(shown) <= 60 else shown[:57] + "..."
-        raise TraceError(f"line {self.number}: {self._prefix}{name}: got {shown}, expected {expected}")
-
-    def nested(self, name: str) -> "_Line":
-        value = self.take(name, lambda got: isinstance(got, dict), "an object")
-        return _Line(self.number, value=value, prefix=f"{self._prefix}{name}.")
-
-    def text(self, name: str) -> str:
-        return str(self.take(name, _is_line, "text"))
-
-    def texts(self, name: str, *needed: str, optional: bool = False) -> dict[str, Any]:
-        """An object of texts (or null, where optional), with the needed names."""
-        inner = self.nested(name)
-        for key in dict.fromkeys((*needed, *inner.value)):
-            inner.take(key, lambda got: _is_line(got) or (optional and got is None), "text")
-        return inner.value
-
-    def one_of(self, name: str, options: tuple[str, ...]) -> Any:
-        return self.take(name, lambda got: isinstance(got, str) and got in options, f"one of {', '.join(options)}")
-
-    def flag(self, name: str) -> bool:
-        return bool(self.take(name, lambda got: isinstance(got, bool), "true or false"))
-
-    def integer(self, name: str, least: int, most: int) -> int:
-        expected = f"{least}" if least == most else f"{least} to {most}"
-        return int(self.take(name, lambda got: is_int(got) and least <= got <= most, expected))
-
-    def integers(self, name: str, least: int, most: int, below: int) -> tuple[int, ...]:
-        """`least` to `most` numbers, each from 0 to below - 1."""
-        got = self.take(name, lambda got: isinstance(got, list), "a list")
-        if not least <= len(got) <= most:
-            count = f"{least}" if least == most else f"{least} to {most}"
-            self.refuse(name, got, f"{count} numbers")
-        for index, number in enumerate(got):
-            if not is_int(number) or not 0 <= number < below:
-                self.refuse(f"{name}[{index}]", number, f"0 to {below - 1}")
-        return tuple(got)
-
-
-def _header(line: _Line) -> Header:
+def _header(line: TraceLine) -> Header:
     line.one_of("trace", ("posttrainllm",))
     line.integer("format", FORMAT, FORMAT)
     shapes, step, sampling = line.nested("shapes"), line.nested("step"), line.nested("sampling")
@@ -169,7 +100,7 @@ def _header(line: _Line) -> Header:
         versions=line.texts("versions", "posttrainllm", "mlx", "mlx-lm"),
         device=line.text("device"),
         device_name=line.text("device_name"),
-        blas=line.take("blas", lambda got: got is None or _is_line(got), "text or null"),
+        blas=line.take("blas", lambda got: got is None or is_printable(got), "text or null"),
         compiled=line.flag("compiled"),
         dtype={name: line.nested("dtype").one_of(name, DTYPES[1:]) for name in names},
         models=models,
@@ -202,32 +133,34 @@ def _header(line: _Line) -> Header:
     )
 
 
-def _packing(line: _Line) -> tuple[int, ...]:
+def _packing(line: TraceLine) -> tuple[int, ...]:
     """Bits and group size of quantised keys and values."""
-    for name, known in (("bits", KV_BITS), ("group_size", KV_GROUP_SIZES)):
-        line.take(name, lambda got, known=known: is_int(got) and got in known, f"one of {', '.join(map(str, known))}")
-    return int(line.value["bits"]), int(line.value["group_size"])
+
+    def one_of(name: str, known: tuple[int, ...]) -> int:
+        return int(line.take(name, lambda got: is_int(got) and got in known, f"one of {', '.join(map(str, known))}"))
+
+    return one_of("bits", KV_BITS), one_of("group_size", KV_GROUP_SIZES)
 
 
-def _curve(line: _Line, most: int) -> Curve:
+def _curve(line: TraceLine, most: int) -> Curve:
     """What K was chosen by."""
     draft_ks = line.integers("draft_ks", 1, most + 1, most + 1)
     if draft_ks[0] != 0 or any(low >= high for low, high in itertools.pairwise(draft_ks)):
         line.refuse("draft_ks", list(draft_ks), "rising numbers from 0 on")
     positive = "seconds, more than 0"
-    seconds = line.take("seconds", lambda got: _floats(got, len(draft_ks)) and min(got) > 0, f"{positive}, one a K")
-    plain = line.take("plain_seconds", lambda got: _floats([got], 1) and got > 0, positive)
+    seconds = line.take("seconds", lambda got: are_numbers(got, len(draft_ks)) and min(got) > 0, f"{positive}, one a K")
+    plain = line.take("plain_seconds", lambda got: are_numbers([got], 1) and got > 0, positive)
     return Curve(draft_ks=draft_ks, seconds=tuple(map(float, seconds)), plain_seconds=float(plain))
 
 
-def _step(line: _Line, header: Header, index: int) -> StepRecord:
+def _step(line: TraceLine, header: Header, index: int) -> StepRecord:
     K, vocab_size = header.proposals, header.vocab_size
     line.integer("step", index, index)
     length = line.integer("length", len(header.prompt), header.limit)
     emitted = line.integers("emitted", 0, min(header.width, header.limit - length), vocab_size)
     margins = None
     if "margins" in line.value:
-        margins = line.take("margins", lambda got: _floats(got, len(emitted)), f"{len(emitted)} numbers")
+        margins = line.take("margins", lambda got: are_numbers(got, len(emitted)), f"{len(emitted)} numbers")
     choices = (K,) if header.auto is None else header.auto.draft_ks
     drawn = K
     if header.auto is not None:  # True and 2.0 are equal to choices, and are none
@@ -249,14 +182,3 @@ def _step(line: _Line, header: Header, index: int) -> StepRecord:
         draft_k=header.draft_k if header.auto is None else line.integer("draft_k", 0, drawn),
         drawn=drawn,
     )
-
-
-def _floats(got: Any, count: int) -> bool:
-    if not isinstance(got, list) or len(got) != count:
-        return False
-    return all(type(value) is float or (type(value) is int and abs(value) < 2**64) for value in got)
-
-
-def _is_line(got: Any) -> bool:
-    """Whether it is text of one line that can be printed; it may be shown in messages."""
-    return isinstance(got, str) and got.isprintable()

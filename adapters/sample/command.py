@@ -23,6 +23,7 @@ from posttrainllm.adapters.options import (
 )
 from posttrainllm.adapters.params import MAX_DRAFT_K, SamplingParams, check_width
 from posttrainllm.adapters.sample.prompt import read_prompt
+from posttrainllm.adapters.status_line import status_line
 from posttrainllm.kernel.errors import UsageError
 
 if TYPE_CHECKING:  # it imports MLX, and --help must not
@@ -89,7 +90,7 @@ def sample(
     if not chat and (system is not None or chat_template_args is not None):
         raise UsageError("--system and --chat-template-args: got them without --chat, expected --chat beside them")
     text = read_prompt(prompt, prompt_file)
-    with _status(enabled=not (quiet or as_json)) as status:
+    with status_line(enabled=not (quiet or as_json)) as status:
         pair, draft_k = load_chosen(
             model,
             draft_model,
@@ -168,11 +169,3 @@ def _check_plain_width(plain_width: int | None, plain: bool) -> None:
         check_width("plain-width", plain_width, 1, MAX_DRAFT_K + 1)
         if not plain:
             raise UsageError(f"--plain-width: got {plain_width} with a draft, expected --no-draft beside it")
-
-
-def _status(*, enabled: bool) -> Any:
-    """A line on a terminal's standard error while nothing is printed yet."""
-    from rich.console import Console
-
-    console = Console(stderr=True, quiet=not enabled or sys.stderr is None or not sys.stderr.isatty())
-    return console.status("loading")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from posttrainllm.adapters.serve.configuration import came_from
+from posttrainllm.adapters.serve.configuration import came_from, read_small_file
 from posttrainllm.kernel.errors import UsageError
 
 __all__ = ["check_variables", "find_key"]
@@ -59,11 +59,5 @@ def _checked(key: str, got: str) -> str:
 
 def _read(path: Path) -> str:
     """The text of a file, without the line's end."""
-    try:
-        with path.open("rb") as file:
-            data = file.read(_MOST_BYTES + 1)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"--api-key-file: {path}: {getattr(error, 'strerror', None) or error}") from None
-    if len(data) > _MOST_BYTES:
-        raise UsageError(f"--api-key-file: {path}: got more than {_MOST_BYTES} bytes, expected a key in one line")
+    data = read_small_file(path, "--api-key-file", most=_MOST_BYTES, expected="a key in one line")
     return data.decode("latin-1").removesuffix("\n").removesuffix("\r")  # what is no ASCII is refused with the rest

@@ -20,7 +20,7 @@ from posttrainllm.adapters.runtime import LOGGER
 from posttrainllm.adapters.serve.answers import EventStream
 from posttrainllm.adapters.serve.body import parse_object, read_body
 from posttrainllm.adapters.serve.dialect import CHAT, COMPLETIONS, OLLAMA_CHAT, OLLAMA_GENERATE, Dialect
-from posttrainllm.adapters.serve.errors import ApiError, as_api_error
+from posttrainllm.adapters.serve.errors import ApiError, as_api_error, renamed
 from posttrainllm.adapters.serve.metrics import Ending, ending_of
 from posttrainllm.adapters.serve.ollama import served_name
 from posttrainllm.adapters.serve.ollama_answers import model_card, model_details
@@ -142,7 +142,7 @@ class _Api:
 
     async def show(self, request: Request) -> Response:
         """POST /api/show, what Ollama says of a model."""
-        served_name(parse_object(await self._body(request)), self._settings)
+        served_name(parse_object(await self._body(request, any_type=True)), self._settings)
         return JSONResponse(model_details(self._settings, self._scheduler.engine.pair))
 
     async def version(self, request: Request) -> Response:
@@ -153,7 +153,10 @@ class _Api:
         """The endpoint of a dialect."""
 
         async def generated(request: Request) -> Response:
-            return await self._generate(request, dialect)
+            try:
+                return await self._generate(request, dialect)
+            except PosttrainllmError as error:
+                raise renamed(as_api_error(error), dialect.names) from None
 
         return self.guarded(generated, dialect.name, refused=refused)
 
@@ -187,7 +190,7 @@ class _Api:
         request_id = request.state.id = f"{dialect.id_prefix}-{secrets.token_hex(12)}"
         settings, scheduler = self._settings, self._scheduler
         tokenizer = scheduler.engine.pair.tokenizer
-        data = await self._body(request)
+        data = await self._body(request, any_type=dialect.any_type)
         headers = {"x-request-id": request_id}
         try:
             body = await unless_gone(request, self._aside(lambda: dialect.parse(parse_object(data), settings)))
@@ -225,8 +228,9 @@ class _Api:
                 LOGGER.info("%s %s: the client left while its request was read", request.url.path, request_id)
             return Response(status_code=_CLIENT_GONE)
 
-    async def _body(self, request: Request) -> bytes:
-        return await read_body(request, self._settings.max_body_bytes, seconds=self._settings.body_timeout_s)
+    async def _body(self, request: Request, *, any_type: bool) -> bytes:
+        settings = self._settings
+        return await read_body(request, settings.max_body_bytes, seconds=settings.body_timeout_s, any_type=any_type)
 
     async def _aside(self, work: Callable[[], _Result]) -> _Result:
         """Parse or encode on the encoder's thread."""

@@ -18,13 +18,15 @@ _MANY_DIGITS = re.compile(rb"[0-9]{%d}" % (_DIGITS + 1))
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # UTF-8 has none: only an escape can be half a pair
 
 
-async def read_body(request: Request, most: int, *, seconds: float = BODY_S) -> bytes:
+async def read_body(request: Request, most: int, *, seconds: float = BODY_S, any_type: bool = False) -> bytes:
     """Read a body whole.
 
     Args:
         request: whose body was not read yet.
         most: bytes.
         seconds: how long it may take to arrive.
+        any_type: whether it is JSON whatever it calls itself. Not from a web page (it names its `Origin`): to send what
+            says JSON is the one thing that it must ask for.
 
     Returns:
         The bytes.
@@ -32,8 +34,10 @@ async def read_body(request: Request, most: int, *, seconds: float = BODY_S) -> 
     Raises:
         ApiError: 400 for another type than JSON, 408 for a body that does not come, 413 for one that is too large.
     """
-    kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
-    if kind != "application/json" and not kind.endswith("+json"):
+    of_a_page = "origin" in request.headers
+    kind = request.headers.get("content-type", "" if of_a_page else "application/json")
+    kind = kind.partition(";")[0].strip().lower()
+    if (of_a_page or not any_type) and kind != "application/json" and not kind.endswith("+json"):
         raise invalid(f"content-type: got {kind[:60]!r}, expected application/json")
     declared = request.headers.get("content-length", "")
     if re.fullmatch("[0-9]{1,18}", declared) and int(declared) > most:  # others are only counted

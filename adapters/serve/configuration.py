@@ -11,7 +11,7 @@ from click.core import ParameterSource
 
 from posttrainllm.kernel.errors import UsageError
 
-__all__ = ["came_from", "config_option", "read_config", "unknown_variables"]
+__all__ = ["came_from", "config_option", "read_config", "read_small_file", "unknown_variables"]
 
 _MOST_BYTES = 2**20
 _SECRET = ("api_key",)
@@ -75,6 +75,31 @@ def read_config(path: Path, command: click.Command) -> dict[str, Any]:
     return found
 
 
+def read_small_file(path: Path, option: str, *, most: int, expected: str) -> bytes:
+    """Read a file that an option names, and no more of it than such a file may hold.
+
+    Args:
+        path: of the file.
+        option: for the message.
+        most: bytes.
+        expected: for the message.
+
+    Returns:
+        What it holds.
+
+    Raises:
+        UsageError: it cannot be read, or is longer; in one line.
+    """
+    try:
+        with path.open("rb") as file:
+            data = file.read(most + 1)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{option}: {path}: {getattr(error, 'strerror', None) or error}") from None
+    if len(data) > most:
+        raise UsageError(f"{option}: {path}: got a file of more than {most} bytes, expected {expected}")
+    return data
+
+
 def unknown_variables(command: click.Command, environment: Iterable[str], *, prefix: str) -> list[str]:
     """Variables that look like options and are none: most likely a slip of the pen.
 
@@ -106,13 +131,7 @@ def _key(param: click.Parameter) -> str:
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
-    try:
-        with path.open("rb") as file:
-            data = file.read(_MOST_BYTES + 1)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"--config: {path}: {getattr(error, 'strerror', None) or error}") from None
-    if len(data) > _MOST_BYTES:
-        raise UsageError(f"--config: {path}: got a file of more than {_MOST_BYTES} bytes, expected options in TOML")
+    data = read_small_file(path, "--config", most=_MOST_BYTES, expected="options in TOML")
     try:
         return tomllib.loads(data.decode("utf-8"))
     except UnicodeDecodeError as error:

@@ -1,6 +1,6 @@
 """How an endpoint is asked and answers: the one path that all of them take is in app.py."""
 
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from typing import Any, TypeAlias
 
 import attrs
@@ -36,6 +36,10 @@ class Dialect:
     nothing: Callable[[ServeSettings], dict[str, Any]] | None = None
     """The answer where there is nothing to generate."""
     media_type: str = "text/event-stream"
+    any_type: bool = False
+    """Whether a body is JSON whatever it calls itself."""
+    names: Mapping[str, str] = attrs.Factory(dict)
+    """Fields that its clients know by other names than ours."""
 
 
 CHAT = Dialect(
@@ -66,6 +70,8 @@ OLLAMA_CHAT = Dialect(
     whole=ollama_whole,
     nothing=lambda settings: loaded(OllamaChat, settings),
     media_type="application/x-ndjson",
+    any_type=True,
+    names={"repetition_penalty": "repeat_penalty"},
 )
 OLLAMA_GENERATE = attrs.evolve(
     OLLAMA_CHAT,
@@ -74,4 +80,5 @@ OLLAMA_GENERATE = attrs.evolve(
     parse=parse_generate,
     shape_of=OllamaGenerate,
     nothing=lambda settings: loaded(OllamaGenerate, settings),
+    names={**OLLAMA_CHAT.names, "messages": "prompt"},
 )

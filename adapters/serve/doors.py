@@ -8,6 +8,7 @@ makes room, so that whoever asks at once is let in.
 import asyncio
 import json
 import time
+from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -15,7 +16,7 @@ import h11
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
 from posttrainllm.adapters.runtime import LOGGER
-from posttrainllm.adapters.serve.errors import ApiError, invalid
+from posttrainllm.adapters.serve.errors import ApiError, as_api_error, invalid
 
 __all__ = ["BODY_S", "CONNECTIONS", "HEADER_S", "DoorLimits", "Doors", "guarded_protocol"]
 
@@ -44,10 +45,11 @@ class Doors:
 
     Args:
         limits: of each, and of all.
+        closed: why nobody is answered any more; gives None while somebody is.
     """
 
-    def __init__(self, limits: DoorLimits) -> None:
-        self.limits = limits
+    def __init__(self, limits: DoorLimits, *, closed: Callable[[], Exception | None] = lambda: None) -> None:
+        self.limits, self._closed = limits, closed
         self._inside: set[_Connection] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._said = -_SAID_S
@@ -92,7 +94,7 @@ class Doors:
 
     def _look(self) -> None:
         """Cut those whose time is up, and as many more as there are too many."""
-        now, self._timer = time.monotonic(), None
+        now, self._timer, closed = time.monotonic(), None, self._closed()
         body_s = self.limits.body_s + min(self.limits.body_s, _GRACE_S)
         for connection in list(self._inside):
             owed = connection.look(now)
@@ -101,6 +103,11 @@ class Doors:
                 connection.give_up(self.limits.header_s)
             elif (owed == "body" and waited > body_s) or (owed == "reading" and waited > _UNREAD_S):
                 connection.cut()
+            elif closed is not None and waited > _LOOK_S:  # nothing else would end these soon
+                if owed == "body":
+                    connection.dismiss(as_api_error(closed))
+                elif owed == "reading":
+                    connection.cut()
         surplus = len(self._inside) - self.limits.connections
         if surplus > 0:
             self._make_room(surplus, now)
@@ -151,13 +158,16 @@ class _Connection(H11Protocol):
     def rank(self) -> int | None:
         """How soon it goes where a place is wanted; None while it waits for an answer.
 
-        0 has asked for nothing yet, 1 is in the middle of a body, 2 has had its answers.
+        0 has asked for nothing yet, 1 is in the middle of a body, 2 has had its answers, 3 does not read what it is
+        being told, so that the rest of it waits.
         """
         if self.cycle is None:
             return 0
         if self.conn.their_state is h11.SEND_BODY:
             return 1
-        return 2 if self.cycle.response_complete else None
+        if self.cycle.response_complete:
+            return 2
+        return 3 if self.flow.write_paused else None
 
     def look(self, now: float) -> str | None:
         """Note what is owed, and since when.
@@ -184,6 +194,15 @@ class _Connection(H11Protocol):
             self._tell(ApiError(408, f"got no whole headers in {seconds:g} s", code="request_timeout"))
         self.transport.close()
 
+    def dismiss(self, error: ApiError) -> None:
+        """End a connection in the middle of a body.
+
+        Args:
+            error: what its client is told.
+        """
+        self._tell(error)
+        self.transport.close()
+
     def cut(self) -> None:
         """End it now; what was not sent is not."""
         self.transport.abort()
@@ -192,6 +211,9 @@ class _Connection(H11Protocol):
         """uvicorn has found no HTTP."""
         self._tell(invalid(f"no HTTP request: {msg}"))
         self.transport.close()
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Say nothing: uvicorn would recommend packages, in two lines for every request for another protocol."""
 
     def _tell(self, error: ApiError) -> None:
         body = json.dumps(error.body()).encode()

@@ -1,11 +1,12 @@
 """Errors as OpenAI's API has them: a status, and {"error": {message, type, param, code}}."""
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from posttrainllm.kernel.errors import CapacityError, NonFiniteError, PosttrainllmError, UsageError
 
-__all__ = ["ApiError", "as_api_error", "busy", "failed", "invalid", "one_line", "stopped", "timed_out"]
+__all__ = ["ApiError", "as_api_error", "busy", "failed", "invalid", "one_line", "renamed", "stopped", "timed_out"]
 
 _LONGEST = 600
 
@@ -89,6 +90,23 @@ def timed_out(seconds: float) -> ApiError:
         kind="server_error",
         code="timeout",
     )
+
+
+def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
+    """The same error by the names that its client knows.
+
+    Args:
+        error: any.
+        names: of fields, by ours.
+
+    Returns:
+        It, with its field called otherwise where that has another name.
+    """
+    message, param = str(error), error.param
+    if param is None or param not in names or not message.startswith(param):
+        return error
+    told = f"{names[param]}{message.removeprefix(param)}"
+    return ApiError(error.status, told, kind=error.kind, code=error.code, param=names[param], headers=error.headers)
 
 
 def as_api_error(error: Exception) -> ApiError:

@@ -99,7 +99,7 @@ def serve_until_stopped(
     served = boot(options)
     scheduler = served.scheduler
     app = make_app(scheduler, served.settings, cors_origins=tuple(cors_origins))
-    doors = Doors(_with_files(limits))
+    doors = Doors(_with_files(limits), closed=lambda: scheduler.admission.closed)
     scheduler.metrics.registry.register(ConnectionsCollector(doors))
     server = uvicorn.Server(_config(app, doors))
     listen(listener)

@@ -4,6 +4,7 @@ Fields that change nothing here, and options that nobody knows, are ignored as O
 is not supported is refused.
 """
 
+import reprlib
 from typing import Any
 
 from posttrainllm.adapters.loading.tokenizer import Tokenizer
@@ -59,7 +60,7 @@ def parse_chat(value: dict[str, Any], settings: ServeSettings) -> ChatRequest | 
     common = _common(value, settings)
     messages = [] if value.get("messages") is None else value["messages"]
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise invalid("messages: expected a list of objects", param="messages")
+        raise _wrong("messages", messages, "a list of objects")
     for message in messages:
         for field in ("images", "tool_calls"):
             if message.get(field):
@@ -88,9 +89,9 @@ def parse_generate(value: dict[str, Any], settings: ServeSettings) -> ChatReques
     prompt, system, raw = (value.get(name) for name in ("prompt", "system", "raw"))
     for name, text in (("prompt", prompt), ("system", system)):
         if text is not None and not isinstance(text, str):
-            raise invalid(f"{name}: expected a text", param=name)
+            raise _wrong(name, text, "a text")
     if not isinstance(raw, bool | None):
-        raise invalid("raw: expected true or false", param="raw")
+        raise _wrong("raw", raw, "true or false")
     if not prompt:
         _check_nothing(common, settings)
         return None
@@ -157,11 +158,11 @@ def _common(value: dict[str, Any], settings: ServeSettings) -> dict[str, Any]:
             raise _unsupported(f"{field}: this server supports no {what} in Ollama's API", field)
     stream = value.get("stream")
     if not isinstance(stream, bool | None):
-        raise invalid("stream: expected true or false", param="stream")
+        raise _wrong("stream", stream, "true or false")
     options = value.get("options")
     options = {} if options is None or options == [] else options
     if not isinstance(options, dict):
-        raise invalid("options: expected an object", param="options")
+        raise _wrong("options", options, "an object")
     options = {name: entry for name, entry in options.items() if entry is not None}
     for name, neutral in NEUTRAL.items():
         if isinstance(options.get(name), bool) or options.get(name, neutral) != neutral:
@@ -175,7 +176,7 @@ def _sampling(options: dict[str, Any]) -> dict[str, Any]:
     counts = {name: whole(options.get(name)) for name in ("num_predict", "seed", "repeat_last_n")}
     for name, count in counts.items():
         if count is not None and (type(count) is not int):
-            raise invalid(f"{name}: expected a whole number", param=name)
+            raise _wrong(name, count, "a whole number")
     if (counts["num_predict"] or 0) > 0:  # anything else is no limit
         found["max_tokens"] = counts["num_predict"]
     if counts["seed"] is not None and counts["seed"] >= 0:  # a negative one is drawn afresh
@@ -185,6 +186,11 @@ def _sampling(options: dict[str, Any]) -> dict[str, Any]:
     if "repeat_penalty" in options and counts["repeat_last_n"] != 0:
         found["repetition_penalty"] = options["repeat_penalty"]
     return found
+
+
+def _wrong(name: str, got: Any, expected: str) -> ApiError:
+    shown = str(got).lower() if isinstance(got, bool) else reprlib.repr(got)
+    return invalid(f"{name}: got {shown}, expected {expected}", param=name)
 
 
 def _unsupported(message: str, param: str) -> ApiError:

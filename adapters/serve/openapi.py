@@ -141,12 +141,9 @@ def _schemas(settings: ServeSettings) -> dict[str, Json]:
     found: dict[str, Json] = TypeAdapter.json_schemas(
         [(name, "validation", TypeAdapter(kind)) for name, kind in _TYPES.items()], ref_template=_SCHEMAS
     )[1]["$defs"]
-    requests, answers = {"ChatRequest", "CompletionRequest", "Message", "StreamOptions", "_Neutral"}, []
-    for name, schema in found.items():
-        if name not in requests:
-            answers.append(schema)
-    for schema in answers:
-        schema["additionalProperties"] = False
+    requests = {"ChatRequest", "CompletionRequest", "Message", "StreamOptions", "_Neutral"}
+    for name in found.keys() - requests:
+        found[name]["additionalProperties"] = False
     for name in ("ChatRequest", "CompletionRequest"):
         found[name]["properties"]["model"] = {"enum": [settings.name, None]}
         found[name]["additionalProperties"] = {"type": "null"}  # null is the default of what is not there, too

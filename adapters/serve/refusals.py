@@ -49,9 +49,15 @@ async def unrouted(request: Request, error: Exception) -> Response:
     """No such path, or another method than it takes."""
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path[:200]}: {error.detail}"
-    return refusal(request, ApiError(error.status_code, message, headers=dict(error.headers or {})))
+    return _in_its_shape(request, ApiError(error.status_code, message, headers=dict(error.headers or {})))
 
 
 async def unexpected(request: Request, error: Exception) -> Response:
     """A fault of ours; the server's log gets the rest."""
-    return refusal(request, as_api_error(error))
+    return _in_its_shape(request, as_api_error(error))
+
+
+def _in_its_shape(request: Request, error: ApiError) -> Response:
+    """Where no endpoint says how it refuses, its path does."""
+    refuse = ollama_refusal if request.url.path.startswith("/api/") else refusal
+    return refuse(request, error)

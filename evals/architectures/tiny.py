@@ -12,6 +12,7 @@ import numpy as np
 from mlx.utils import tree_map_with_path
 
 from posttrainllm.adapters.loading.pair import embedded_path
+from posttrainllm.adapters.messages import collapsed
 from posttrainllm.evals.architectures.configurations import Configuration
 from posttrainllm.kernel.errors import UnsupportedModelError
 
@@ -45,9 +46,8 @@ def random_module(configuration: Configuration, *, seed: int = 0) -> "Module":
             return array
         noise = mx.array(generator.standard_normal(array.shape).astype(np.float32))
         if array.ndim >= 2:
-            return noise * (
-                1.5 / array.shape[-1] ** 0.5
-            )  # products keep the size of what they multiply, and a little more
+            size = 1.5 / array.shape[-1] ** 0.5  # products keep the size of what they multiply, and a little more
+            return noise * size
         # mlx-lm draws biases from a global generator; norms stay near 1
         return 0.1 * noise if path.endswith("bias") else array + 0.1 * noise
 
@@ -57,11 +57,11 @@ def random_module(configuration: Configuration, *, seed: int = 0) -> "Module":
             model_class, args_class = _get_classes(config=json.loads(json.dumps(configuration.config)))
             module: Module = model_class(args_class.from_dict(json.loads(json.dumps(configuration.config))))
     except (Exception, SystemExit) as error:
-        text = " ".join((said.getvalue() or str(error)).split())[:200]
+        text = collapsed(said.getvalue() or error, 200)
         raise UnsupportedModelError(f"{configuration.module}: mlx-lm cannot build it here: {text}") from None
     module.update(tree_map_with_path(draw, module.parameters()))  # type: ignore[no-untyped-call] # as MLX declares it
     module.eval()
-    mx.eval(module.parameters())  # type: ignore[no-untyped-call]
+    mx.eval(module.parameters())  # type: ignore[no-untyped-call] # as MLX declares it
     return module
 
 

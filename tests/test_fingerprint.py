@@ -47,6 +47,12 @@ def test_the_config_belongs_to_the_model_and_the_tokenizer_does_not(checkpoint):
     assert fingerprint(checkpoint) != model
 
 
+def test_the_config_that_says_how_weights_are_packed_belongs_to_the_model(checkpoint):
+    before = fingerprint(checkpoint)
+    (checkpoint / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "NVFP4"}}')
+    assert fingerprint(checkpoint) != before
+
+
 def test_bytes_that_move_from_one_file_to_the_next_change_it(checkpoint):
     shards = checkpoint / "model-1.safetensors", checkpoint / "model-2.safetensors"
     found = set()

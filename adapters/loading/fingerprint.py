@@ -30,7 +30,7 @@ def fingerprint(path: str | Path) -> str:
     """Hash what decides a model's logits: its config and its weights.
 
     Args:
-        path: a model directory (config.json and model*.safetensors), or one file with everything in it.
+        path: a model directory (its configs and model*.safetensors), or one file with everything in it.
 
     Returns:
         "sha256:" and 64 hex digits; with "~" behind them where a file was sampled.
@@ -40,7 +40,8 @@ def fingerprint(path: str | Path) -> str:
     """
     path = Path(path)
     if path.is_dir():
-        return _of_files(path, [path / "config.json", *sorted(path.glob("model*.safetensors"))])
+        settings = (path / "config.json", path / "hf_quant_config.json")  # the second says how weights are packed
+        return _of_files(path, [*settings, *sorted(path.glob("model*.safetensors"))])
     return _of_files(path, [path])
 
 

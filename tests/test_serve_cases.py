@@ -483,7 +483,8 @@ def test_another_content_type_is_refused(server, kind):
 
 def test_a_web_page_must_say_json_which_it_has_to_ask_for(server):
     page = {"origin": "https://elsewhere.example"}
-    refused = httpx.post(f"{server.url}{COMPLETIONS}", content=json.dumps(PLAIN).encode(), headers=page)
+    headers = {**server.headers, **page}
+    refused = httpx.post(f"{server.url}{COMPLETIONS}", content=json.dumps(PLAIN).encode(), headers=headers)
     assert_refused(refused, 400, "content-type")
     assert text_of(server.post(COMPLETIONS, PLAIN, headers=page))
 

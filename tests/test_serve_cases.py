@@ -481,6 +481,14 @@ def test_another_content_type_is_refused(server, kind):
     assert_refused(refused, 400, "content-type", kind.partition(";")[0])
 
 
+def test_a_web_page_must_say_json_which_it_has_to_ask_for(server):
+    page = {"origin": "https://elsewhere.example"}
+    headers = {**server.headers, **page}
+    refused = httpx.post(f"{server.url}{COMPLETIONS}", content=json.dumps(PLAIN).encode(), headers=headers)
+    assert_refused(refused, 400, "content-type")
+    assert text_of(server.post(COMPLETIONS, PLAIN, headers=page))
+
+
 @pytest.mark.parametrize("kind", [None, "application/json; charset=utf-8", "APPLICATION/JSON"])
 def test_what_says_json_or_nothing_is_read_as_json(server, kind):
     assert text_of(server.post_bytes(COMPLETIONS, json.dumps(PLAIN).encode(), content_type=kind))

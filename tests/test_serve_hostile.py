@@ -156,6 +156,13 @@ def test_where_all_places_are_taken_who_does_not_read_makes_room_though_not_all_
         wait_for(lambda: is_answered(server))
 
 
+def test_a_request_for_another_protocol_is_answered_in_this_one_and_no_line_of_the_log(server):
+    asked_for = {"connection": "upgrade", "upgrade": "websocket"}
+    assert httpx.get(f"{server.url}/health", headers=asked_for).status_code == 200
+    assert "websockets" not in server.log
+    assert "upgrade" not in server.log
+
+
 def test_what_is_no_http_is_told_so_in_json(server):
     told = heard(opened(server, b"\xff\xfe no HTTP\r\n\r\n"))
     assert told.startswith(b"HTTP/1.1 400 ")

@@ -23,7 +23,8 @@ def export_mlx(*, file: str, out: str) -> None:
 
     checkpoint = read_checkpoint(Path(file))
     if checkpoint.native is None:
-        raise CheckpointError(f"{file}: got a directory, expected a .tinygpt file")
+        got = "a directory" if checkpoint.gguf is None else "a GGUF file, which `posttrainllm convert` writes"
+        raise CheckpointError(f"{file}: got {got}, expected a .tinygpt file")
     start()  # MLX, with its BLAS in front
     from posttrainllm.adapters.loading.export import export_directory
     from posttrainllm.adapters.loading.memory import check_weights

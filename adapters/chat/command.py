@@ -52,7 +52,7 @@ def chat(
     quiet: bool,
     **options: Any,
 ) -> None:
-    """Talk with MODEL, a directory in Hugging Face / mlx-lm layout or an id of the hub.
+    """Talk with MODEL: a directory in Hugging Face / mlx-lm layout, a .tinygpt or GGUF file, or a hub id.
 
     Each line is a message, and the whole conversation is kept; the accept rate follows each reply. Lines that start
     with a slash are commands: /help lists them.

@@ -40,7 +40,7 @@ def gate(*, strict: bool, report: bool, as_json: bool, **options: Any) -> None:
     """Prove on this machine that a draft changes nothing but the speed.
 
     Decodes prompts with the draft and without, and compares: identical, width-identical (only near-ties differ from
-    width 1) or broken. MODEL is a directory or an id of the hub; without it, the embedded pair. The verdict is kept,
+    width 1) or broken. MODEL is named as for `sample`; without it, the embedded pair. The verdict is kept,
     and `sample` heeds a broken one.
     """
     if report and as_json:

@@ -100,7 +100,9 @@ def _read_checkpoint(path: Path) -> Checkpoint:
         return _described_gguf(read_gguf(path))
     if not path.is_dir():
         found = "a file" if path.exists() else "nothing there"
-        raise CheckpointError(f"{path}: got {found}, expected a model directory, or an id of the hub: owner/name")
+        raise CheckpointError(
+            f"{path}: got {found}, expected a model directory, a .tinygpt or GGUF file, or owner/name"
+        )
     config = read_json(path / "config.json")
     if not (path / "tokenizer.json").is_file():
         raise CheckpointError(f"{path}: tokenizer.json is missing")

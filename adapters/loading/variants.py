@@ -106,6 +106,11 @@ def load_model(
         CheckpointError: weights and config do not fit, or the adapter does not.
         UnsupportedModelError: nothing here can run the architecture, or run it so.
     """
+    if checkpoint.gguf is not None and checkpoint.quantized and start().device == "cpu":
+        LOGGER.warning(
+            "%s: packed weights are slow on a CPU; `posttrainllm convert FILE --out DIR --dtype float32` unpacks them",
+            checkpoint.path,
+        )
     model = _load_model(checkpoint, name, dtype, "module" if packing is not None else forward, adapter, packing)
     return model if adapter is None else attrs.evolve(model, adapter=adapter.name)
 

@@ -79,7 +79,9 @@ def load_chosen(
     Raises:
         PosttrainllmError: see `load_pair`.
     """
-    if draft_model != AUTO or not speculate:
+    if draft_model == AUTO and not speculate:
+        raise UsageError("got both --draft-model auto and no speculation, expected one of them")
+    if draft_model != AUTO:
         pair = load_pair(model, draft_model, speculate=speculate, dtype=dtype, forward=forward, changes=changes)
         return pair, draft_k
     if changes.draft_options:

@@ -32,7 +32,7 @@ def match(
 
     A candidate must be smaller than TARGET and mean the same by every token id. Those that are left decode a few
     prompts, and their steps are clocked; Leviathan's formula says what that makes of the speed. TARGET is a directory,
-    a .tinygpt file or an id of the hub; without it, the embedded target. Results are kept.
+    a .tinygpt or GGUF file, or an id of the hub; without it, the embedded target. Results are kept.
     """
     from posttrainllm.adapters.loading.found import models_in
 

@@ -109,7 +109,7 @@ def serve(
     api_key_file: str | None,
     **options: Any,
 ) -> None:
-    """Serve MODEL, a directory in Hugging Face / mlx-lm layout or an id of the hub, as OpenAI's API does.
+    """Serve MODEL (a directory in mlx-lm's layout, a .tinygpt or GGUF file, or a hub id) as OpenAI's API does.
 
     No MODEL: the embedded pair. A draft alone: the embedded target. MODEL alone: plain decoding.
 

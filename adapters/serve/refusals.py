@@ -38,7 +38,8 @@ def refusal(request: Request, error: ApiError, body: dict[str, Any] | None = Non
         The response.
     """
     request_id = getattr(request.state, "id", None) or f"req-{secrets.token_hex(12)}"
-    LOGGER.info("%s %s: %d %s", one_line(request.url.path), request_id, error.status, error.code or error.param or "")
+    why = " ".join(filter(None, (error.code, error.param))) or error.kind
+    LOGGER.info("%s %s: %d %s", one_line(request.url.path), request_id, error.status, why)
     LOGGER.debug("%s: %s", request_id, error)  # it quotes the client
     return JSONResponse(
         body or error.body(), status_code=error.status, headers={**error.headers, "x-request-id": request_id}

@@ -24,7 +24,8 @@ HEADER_S, BODY_S, CONNECTIONS = 10.0, 30.0, 512
 _UNREAD_S = 60.0  # with an answer that the client takes no byte of
 _GRACE_S = 5.0  # for the 408 that a slow body is told before its connection is cut
 _LOOK_S = 1.0
-_YOUNG_S = 0.05  # within which a request that is sent at once is read
+_YOUNG_S = 0.05  # within which a request that is sent at once is read, by a client that has a processor to itself
+_OLD_S = 1.0  # within which it is read on a busy machine
 _SAID_S = 60.0
 
 
@@ -115,13 +116,18 @@ class Doors:
             self._look_within(_YOUNG_S if surplus > 0 else self._pace)
 
     def _make_room(self, surplus: int, now: float) -> None:
-        """Cut those that do nothing, the longest first, but none so young that its request may be on its way."""
+        """Cut those that do nothing, the longest first, but none so young that its request may be on its way.
+
+        How young that is falls with the places that are left beyond the limit: a client that a busy machine keeps from
+        sending for a moment is older than a crowd that has just come, and would else go in its place.
+        """
         if now - self._said >= _SAID_S:
             self._said = now
             LOGGER.warning(
                 "all %d connections are taken; those that wait for a client are cut", self.limits.connections
             )
-        ranks = [(one.rank, one.since, one) for one in self._inside if now - one.since >= _YOUNG_S]
+        young = max(_YOUNG_S, _OLD_S * (1 - surplus / self.limits.connections))
+        ranks = [(one.rank, one.since, one) for one in self._inside if now - one.since >= young]
         waiting = [(rank, since, one) for rank, since, one in ranks if rank is not None]
         for _, _, connection in sorted(waiting, key=lambda entry: entry[:2])[:surplus]:
             connection.cut()
@@ -135,7 +141,8 @@ class _Connection(H11Protocol):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.since = time.monotonic()
-        self._mark: tuple[Any, ...] = ("headers", None, 0)
+        # the first look begins the clock: between it and the next one the loop reads, however busy it was before
+        self._mark: tuple[Any, ...] = ()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as uvicorn's
         """Take a place."""

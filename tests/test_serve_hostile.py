@@ -62,12 +62,26 @@ def usual_server(tmp_path_factory):
         assert "Traceback" not in server.log
 
 
-def test_good_requests_are_answered_while_every_abuse_goes_on_and_after_it(usual_server):
-    alone, _ = measured(usual_server, 2)
-    with going_on(usual_server, ABUSES, threads=1):
-        assert measured(usual_server, 4)[0] == alone
-    wait_for(lambda: is_free(usual_server))
-    assert measured(usual_server, 2)[0] == alone
+@pytest.mark.parametrize("limits", ["server", "usual_server"])
+def test_good_requests_are_answered_while_every_abuse_goes_on_and_after_it(request, limits):
+    server = request.getfixturevalue(limits)
+    alone, _ = measured(server, 2)
+    with going_on(server, ABUSES, threads=1):
+        assert measured(server, 4)[0] == alone
+    wait_for(lambda: is_free(server))
+    assert measured(server, 2)[0] == alone
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("places", [16, 512])
+def test_none_of_40_good_requests_is_lost_while_every_abuse_goes_on_in_4_threads(tmp_path, places):
+    limits = ("--header-timeout", "1", "--body-timeout", "1", "--max-connections", str(places))
+    with ServerProcess(tmp_path, *OPTIONS, *limits) as server:
+        alone, _ = measured(server, 1)
+        with going_on(server, ABUSES, threads=4):
+            assert measured(server, 40)[0] == alone
+        assert server.stop(seconds=120) == 0
+        assert "Traceback" not in server.log
 
 
 @pytest.mark.slow
@@ -139,12 +153,11 @@ def test_where_all_places_are_taken_an_idle_client_makes_room(server):
     body = {**GOOD, "max_tokens": 300, "ignore_eos": True, "stream": True}
     with contextlib.ExitStack() as opened_here, server.events("/v1/completions", body) as events:
         next(events)
-        # fewer than twice the places with these two: beyond that new ones are refused for a moment
-        idle = [opened_here.enter_context(opened(server)) for _ in range(240)]
+        idle = [opened_here.enter_context(opened(server)) for _ in range(600)]  # more than are let in at once
         assert asked(server)[0]
         *_, done = events  # whoever is being answered stays
         assert done == "[DONE]"
-        wait_for(lambda: sum(map(is_cut, idle)) >= 240 - 128)
+        wait_for(lambda: sum(map(is_cut, idle)) >= 600 - 128)
     assert "all 128 connections are taken" in server.log
 
 

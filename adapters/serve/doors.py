@@ -2,11 +2,13 @@
 
 uvicorn waits for headers for ever, and takes as many connections as there are files. Here headers and bodies come in
 bounded time, answers are read in bounded time, and where all places are taken a client that keeps the server waiting
-makes room, so that whoever asks at once is let in.
+makes room, so that whoever asks at once is let in. The entrance takes no more than there are places.
 """
 
 import asyncio
+import itertools
 import json
+import select
 import time
 from collections.abc import Callable
 from typing import Any
@@ -58,15 +60,17 @@ class Doors:
     def __len__(self) -> int:
         return len(self._inside)
 
+    @property
+    def places(self) -> int:
+        """How many more may enter now."""
+        return 2 * self.limits.connections - len(self._inside)
+
     def enter(self, connection: "_Connection") -> None:
-        """Let a connection in, in place of another one where there is no place.
+        """Let a connection in, in place of another one where there are too many.
 
         Args:
             connection: just made.
         """
-        if len(self._inside) >= 2 * self.limits.connections:
-            connection.cut()
-            return
         self._inside.add(connection)
         if len(self._inside) > self.limits.connections:
             self._look_within(_YOUNG_S)
@@ -100,7 +104,7 @@ class Doors:
         for connection in list(self._inside):
             owed = connection.look(now)
             waited = now - connection.since
-            if owed == "headers" and waited > self.limits.header_s:
+            if owed == "headers" and waited > self.limits.header_s and not connection.is_unheard:
                 connection.give_up(self.limits.header_s)
             elif (owed == "body" and waited > body_s) or (owed == "reading" and waited > _UNREAD_S):
                 connection.cut()
@@ -129,7 +133,8 @@ class Doors:
         young = max(_YOUNG_S, _OLD_S * (1 - surplus / self.limits.connections))
         ranks = [(one.rank, one.since, one) for one in self._inside if now - one.since >= young]
         waiting = [(rank, since, one) for rank, since, one in ranks if rank is not None]
-        for _, _, connection in sorted(waiting, key=lambda entry: entry[:2])[:surplus]:
+        idle = (one for _, _, one in sorted(waiting, key=lambda entry: entry[:2]) if not one.is_unheard)
+        for connection in itertools.islice(idle, surplus):
             connection.cut()
 
 
@@ -175,6 +180,13 @@ class _Connection(H11Protocol):
         if self.cycle.response_complete:
             return 2
         return 3 if self.flow.write_paused else None
+
+    @property
+    def is_unheard(self) -> bool:
+        """Whether the client has sent something, or has left, and a busy loop has not read that yet."""
+        poll = select.poll()
+        poll.register(self.transport.get_extra_info("socket"), select.POLLIN)
+        return not self.flow.read_paused and bool(poll.poll(0))
 
     def look(self, now: float) -> str | None:
         """Note what is owed, and since when.

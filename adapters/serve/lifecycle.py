@@ -17,12 +17,14 @@ from posttrainllm.adapters.runtime import LOGGER
 from posttrainllm.adapters.serve.app import make_app
 from posttrainllm.adapters.serve.boot import Served, ServeOptions, boot
 from posttrainllm.adapters.serve.doors import DoorLimits, Doors, guarded_protocol
+from posttrainllm.adapters.serve.entrance import GuardedServer
 from posttrainllm.adapters.serve.gauges import ConnectionsCollector
 from posttrainllm.kernel.errors import BackendError, UsageError
 
 __all__ = ["bind", "listen", "serve_until_stopped"]
 
 _OTHER_FILES = 128  # beside connections: traces, models, pipes
+_QUEUE = 2048  # clients that wait to be taken, where the system allows so many
 _DRAIN_S = 30
 _CUT_S = 3  # for errors to be sent
 _LINGER_S = 3.0  # how long a failed server goes on saying so before it exits
@@ -66,7 +68,7 @@ def listen(listener: socket.socket) -> None:
         BackendError: somebody else has listened there first; the system tells no sooner.
     """
     try:
-        listener.listen()
+        listener.listen(_QUEUE)
     except OSError as error:
         host, port = listener.getsockname()[:2]
         raise _cannot_listen(host, port, error) from None
@@ -101,14 +103,14 @@ def serve_until_stopped(
     app = make_app(scheduler, served.settings, cors_origins=tuple(cors_origins))
     doors = Doors(_with_files(limits), closed=lambda: scheduler.admission.closed)
     scheduler.metrics.registry.register(ConnectionsCollector(doors))
-    server = uvicorn.Server(_config(app, doors))
+    server = GuardedServer(_config(app, doors), doors, listener)
     listen(listener)
 
     crashed = threading.Event()
 
     def answer() -> None:
         try:
-            server.run(sockets=[listener])
+            server.run()
         except BaseException:  # nobody else sees what ends a thread
             crashed.set()
             LOGGER.exception("the HTTP side failed")
@@ -165,7 +167,6 @@ def _config(app: Starlette, doors: Doors) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         http=guarded_protocol(doors),
-        backlog=min(doors.limits.connections, 2048),  # and so many are let in at once
         log_config=None,
         access_log=False,
         lifespan="off",

@@ -13,7 +13,7 @@ from posttrainllm.adapters.user_cache import file_name, user_cache, write_whole
 
 __all__ = ["keep", "measured_from", "read"]
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 def read(key: dict[str, Any]) -> dict[str, Any] | None:

@@ -2,12 +2,14 @@
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import attrs
 import mlx.core as mx
 import numpy as np
+import pytest
 from mlx.utils import tree_flatten, tree_map, tree_map_with_path
 from mlx_lm.models import llama
 
@@ -157,6 +159,13 @@ def bare_tokenizer(size: int, eos: Sequence[int] = ()) -> Tokenizer:
 
     vocabulary = {index: chr(0x100 + index) for index in range(size)}
     return Tokenizer(path=Path("bare"), backend=Backend(), vocabulary=vocabulary, eos_ids=frozenset(eos))
+
+
+def mostly_slow(cases: Mapping[str, Any], *fast: str) -> list:
+    """Cases by name, a tuple of values each or one value, as parameters; those not named are of the slower set."""
+    assert set(fast) <= cases.keys(), sorted(cases)
+    each = {name: case if isinstance(case, tuple) else (case,) for name, case in cases.items()}
+    return [pytest.param(*case, id=name, marks=() if name in fast else pytest.mark.slow) for name, case in each.items()]
 
 
 def without_draft(pair: Pair) -> Pair:

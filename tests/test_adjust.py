@@ -7,8 +7,18 @@ import attrs
 import mlx.core as mx
 import numpy as np
 import pytest
-from support import PROMPTS, bare_tokenizer, decode, make_sampling, make_state, table_forward, tiny_pair, without_draft
-from test_law import LIMIT, VOCAB, deviate, draft_table, draw_paths, target_table
+from support import (
+    PROMPTS,
+    bare_tokenizer,
+    decode,
+    make_sampling,
+    make_state,
+    mostly_slow,
+    table_forward,
+    tiny_pair,
+    without_draft,
+)
+from test_law import LIMIT, ROUNDS, VOCAB, deviate, draft_table, draw_paths, target_table
 
 from posttrainllm.adapters.engine import Engine
 from posttrainllm.adapters.facade import generate, stream
@@ -171,10 +181,17 @@ def test_presence_and_frequency_leave_the_prompt_alone_and_repetition_does_not()
 
 # exactness
 
+# adjusting is in float32 whatever the models' dtype: in bfloat16 all at once say what each alone does
+ADJUSTED = {
+    f"{dtype}-{draft_k}-{name}": (dtype, draft_k, name)
+    for dtype in ("float32", "bfloat16")
+    for draft_k in (1, 4)
+    for name in ADJUSTMENTS
+}
+_FAST = [name for name, (dtype, _, kind) in ADJUSTED.items() if dtype == "float32" or kind == "all"]
 
-@pytest.mark.parametrize("name", ADJUSTMENTS)
-@pytest.mark.parametrize("draft_k", [1, 4])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+
+@pytest.mark.parametrize(("dtype", "draft_k", "name"), mostly_slow(ADJUSTED, *_FAST))
 def test_greedy_with_a_draft_equals_plain_at_the_same_width(pairs, dtype, draft_k, name):
     pair, plain = pairs(dtype)
     ids = decode(pair, IDS, width=draft_k + 1, count=COUNT, **ADJUSTMENTS[name])
@@ -182,9 +199,7 @@ def test_greedy_with_a_draft_equals_plain_at_the_same_width(pairs, dtype, draft_
     assert ids != decode(plain, IDS, width=draft_k + 1, count=COUNT)
 
 
-@pytest.mark.parametrize("name", ADJUSTMENTS)
-@pytest.mark.parametrize("draft_k", [1, 4])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("dtype", "draft_k", "name"), mostly_slow(ADJUSTED, *_FAST))
 def test_coupled_equals_plain_sampling_with_the_same_seeds(pairs, dtype, draft_k, name):
     pair, plain = pairs(dtype)
     options = {"temperature": 1.3, **ADJUSTMENTS[name]}
@@ -201,18 +216,46 @@ def test_the_text_does_not_depend_on_the_draft(pairs, draft):
         assert ids == decode(plain, IDS, width=5, count=COUNT, **options, **ADJUSTMENTS["all"])
 
 
-@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "coupled": True}], ids=["greedy", "coupled"])
-def test_the_embedded_pair_equals_its_reference_within_what_a_request_may_ask(embedded_pair, options):
+@pytest.fixture(scope="module")
+def plainly(embedded_pair):
+    """What the embedded target emits plainly, by options."""
+    plain, known = without_draft(embedded_pair), {}
     prompts = [embedded_pair.tokenizer.encode(text) for text in PROMPTS]
-    for asked in (
-        {"presence_penalty": 1.5},
-        {"frequency_penalty": 0.8},
-        {"repetition_penalty": 1.2},
-        {"presence_penalty": -0.5, "frequency_penalty": 0.3, "repetition_penalty": 1.1, "logit_bias": ((286, -5.0),)},
-    ):
-        ids = decode(embedded_pair, prompts, width=5, count=48, **options, **asked)
-        assert ids == decode(without_draft(embedded_pair), prompts, width=5, count=48, **options, **asked)
-        assert ids != decode(embedded_pair, prompts, width=5, count=48, **options)
+
+    def ids(**options):
+        key = tuple(sorted(options.items()))
+        if key not in known:
+            known[key] = decode(plain, prompts, width=5, count=48, **options)
+        return known[key]
+
+    return ids
+
+
+ASKED = {
+    "presence": {"presence_penalty": 1.5},
+    "frequency": {"frequency_penalty": 0.8},
+    "repetition": {"repetition_penalty": 1.2},
+    "all": {
+        **{"presence_penalty": -0.5, "frequency_penalty": 0.3, "repetition_penalty": 1.1},
+        "logit_bias": ((286, -5.0),),
+    },
+}
+EMBEDDED = {
+    f"{rule}, {name}": (options, asked)
+    for rule, options in (("greedy", {}), ("coupled", {"temperature": 1.0, "coupled": True}))
+    for name, asked in ASKED.items()
+}
+
+
+@pytest.mark.parametrize(
+    ("options", "asked"), mostly_slow(EMBEDDED, "greedy, repetition", "greedy, all", "coupled, all")
+)
+def test_the_embedded_pair_equals_its_reference_within_what_a_request_may_ask(embedded_pair, plainly, options, asked):
+    """Each alone is held against its reference on a tiny pair, above, with either rule."""
+    prompts = [embedded_pair.tokenizer.encode(text) for text in PROMPTS]
+    ids = decode(embedded_pair, prompts, width=5, count=48, **options, **asked)
+    assert ids == plainly(**options, **asked)
+    assert ids != plainly(**options)
 
 
 def test_a_self_draft_is_accepted_whole_under_bias_and_penalties(pairs, runtime):
@@ -345,7 +388,8 @@ def drawn(kind, **options):
     )
 
 
-@pytest.mark.parametrize("kind", ["random", "sharp", "equal"])
+# the kinds of draft are told apart in tests/test_law.py
+@pytest.mark.parametrize("kind", mostly_slow({kind: kind for kind in ("random", "sharp", "equal")}, "random"))
 def test_leviathan_emits_the_law_of_the_adjusted_target(kind):
     """As tests/test_law.py: a right step exceeds the limit with probability 2e-8 a case."""
     assert deviate(drawn(kind), adjusted_law(target_table(), bias=LAW_BIAS, **LAW)) < LIMIT
@@ -364,7 +408,8 @@ def test_a_history_that_misses_the_window_fails_the_law_test(monkeypatch):
         return attrs.evolve(self, generated=mx.broadcast_to(self.generated, shape))
 
     monkeypatch.setattr(adjust_module.History, "through", forgetful)
-    assert deviate(drawn("random"), adjusted_law(target_table(), bias=LAW_BIAS, **LAW)) > LIMIT
+    # a quarter of the draws is enough
+    assert deviate(drawn("random", rounds=ROUNDS // 4), adjusted_law(target_table(), bias=LAW_BIAS, **LAW)) > LIMIT
 
 
 # the Python API

@@ -3,7 +3,7 @@
 import attrs
 import mlx.core as mx
 import pytest
-from support import PROMPTS, decode, tiny_pair, without_draft
+from support import PROMPTS, decode, mostly_slow, tiny_pair, without_draft
 
 from posttrainllm.adapters.engine import Engine
 from posttrainllm.adapters.rows import RowRequest
@@ -168,7 +168,13 @@ def test_a_target_that_drafts_for_itself_is_accepted_whole_where_widths_agree(op
     assert refusals(tiny_pair(dtype="bfloat16", draft="same"), IDS[1], count=256, **options) == []
 
 
-@pytest.mark.parametrize("options", SELF_DRAFT_OPTIONS, ids=str)
+@pytest.mark.parametrize(
+    "options",
+    mostly_slow(
+        {str(options): options for options in SELF_DRAFT_OPTIONS},
+        *("{}", "{'temperature': 0.7, 'coupled': True}", "{'temperature': 1.0, 'coupled': False}"),
+    ),
+)
 def test_in_float32_every_refusal_of_a_self_draft_is_a_near_tie(embedded_pair, options, runtime):
     """Width 2 and width 5 may round apart: then, and only then, a self-draft is refused."""
     pair = attrs.evolve(embedded_pair, draft=embedded_pair.target)

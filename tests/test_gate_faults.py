@@ -22,8 +22,9 @@ TEXTS = ("\u0103", "\u0104\u0105\u0106", "\u0110\u0111" * 20, "\u0130\u0120\u014
 PROMPTS = [Prompt(id=f"tiny-{number}", kind="letters", text=text) for number, text in enumerate(TEXTS)]
 
 
-def gated(pair, *, draft_k: int = 3, max_tokens: int = 24):
-    result = run_gate(pair, plan(pair, PROMPTS, draft_k=draft_k, max_tokens=max_tokens, cut=True))
+def gated(pair, *, draft_k: int = 3, max_tokens: int = 24, drawn: int | None = 1):
+    """The one path of a run; None draws as many requests for the law as the command does, most of a run's time."""
+    result = run_gate(pair, plan(pair, PROMPTS, draft_k=draft_k, max_tokens=max_tokens, cut=True, drawn=drawn))
     (path,) = result.paths
     assert result.verdict == path.verdict
     return path
@@ -42,7 +43,7 @@ def plant(monkeypatch, function, old: str, new: str) -> None:
 
 @pytest.mark.parametrize("kind", ["noisy", "random", "same"])
 def test_the_right_kernel_is_identical_whatever_the_draft(kind, runtime):
-    path = gated(tiny_pair(draft=kind))
+    path = gated(tiny_pair(draft=kind), drawn=None)
     assert path.findings.reference_differences == path.findings.coupled_differences == ()
     assert path.findings.prompts == path.findings.coupled_prompts == len(PROMPTS)
     assert all(law.holds for law in path.findings.laws)
@@ -128,7 +129,7 @@ LAWS = {
 @pytest.mark.parametrize("fault", LAWS.values(), ids=LAWS)
 def test_a_fault_of_the_ratio_rule_is_broken_by_the_law_alone(monkeypatch, fault):
     plant(monkeypatch, *fault)
-    path = gated(tiny_pair(draft="noisy"))
+    path = gated(tiny_pair(draft="noisy"), drawn=None)
     assert path.findings.reference_differences == path.findings.coupled_differences == ()
     assert path.verdict == "broken"
     for words in (path.title, "leviathan", "KL divergence", "draws", "of a step"):
@@ -193,7 +194,7 @@ def test_a_draft_that_is_not_finite_costs_acceptance_and_nothing_else(value):
         logits, kv = forward(tokens, kv, position)
         return mx.where((tokens % 3 == 0)[..., None], value, logits), kv
 
-    path = gated(attrs.evolve(pair, draft=attrs.evolve(pair.draft, forward=sick)))
+    path = gated(attrs.evolve(pair, draft=attrs.evolve(pair.draft, forward=sick)), drawn=None)
     assert path.verdict != "broken", path.reason
 
 
@@ -218,7 +219,7 @@ def test_a_draft_cache_one_behind_costs_acceptance_and_nothing_else(monkeypatch)
         "committed=index <= back), kv, start)",
         "committed=index <= back), kv, mx.maximum(start - 1, 0))",
     )
-    behind = gated(tiny_pair(draft="same"))
+    behind = gated(tiny_pair(draft="same"), drawn=None)
     assert behind.verdict == right.verdict != "broken"
     assert behind.findings.accepted / behind.findings.proposed < 0.9 * right.findings.accepted / right.findings.proposed
 

@@ -66,7 +66,7 @@ def hub(tmp_path):
     StandIn.folder, StandIn.asked = save_tiny_llama(tmp_path / "tiny", seed=1), []
     (StandIn.folder / "modeling_tiny.py").write_text("raise SystemExit('a checkpoint may not run code')")
     server = ThreadingHTTPServer(("127.0.0.1", 0), StandIn)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     kept = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     yield {
         **kept,

@@ -4,7 +4,7 @@ import attrs
 import mlx.core as mx
 import numpy as np
 import pytest
-from support import decode, fused_weights, make_sampling, make_state, tiny_config, tiny_module, tiny_pair
+from support import decode, fused_weights, make_sampling, make_state, mostly_slow, tiny_config, tiny_module, tiny_pair
 
 from posttrainllm.adapters.adaptive import Curve
 from posttrainllm.adapters.engine import Engine
@@ -53,8 +53,17 @@ def test_slots_behind_the_windows_change_no_bit(width, dtype, compiled):
             assert all(mx.array_equal(one, two) for one, two in zip(layer, also, strict=True))
 
 
-@pytest.mark.parametrize("curve", [None, DEAR], ids=["fixed K", "K chosen"])
-@pytest.mark.parametrize(("temperature", "coupled"), [(0.0, False), (1.0, False), (1.0, True)])
+# what attention looks at depends on neither the rule nor the temperature: one of each kind says it
+OUTGROWN = {
+    f"{rule}, {kind}": (temperature, coupled, curve)
+    for kind, curve in (("fixed K", None), ("K chosen", DEAR))
+    for rule, temperature, coupled in (("greedy", 0.0, False), ("leviathan", 1.0, False), ("coupled", 1.0, True))
+}
+
+
+@pytest.mark.parametrize(
+    ("temperature", "coupled", "curve"), mostly_slow(OUTGROWN, "greedy, K chosen", "leviathan, fixed K")
+)
 def test_rows_that_outgrow_their_bucket_decode_as_if_there_were_none(embedded_pair, temperature, coupled, curve):
     """Two rows of different lengths; the longer passes 256 and then 512, by steps of 1 to 5 ids in flight."""
     if not isinstance(embedded_pair.target.forward, BoundedForward):

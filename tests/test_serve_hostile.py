@@ -9,6 +9,7 @@ import httpx2 as httpx
 import pytest
 from hostile import ABUSES, going_on
 from serving import ServerProcess, wait_for
+from support import mostly_slow
 
 OPTIONS = ("--gate", "off", "--slots", "2", "--max-context", "1024")
 GOOD = {"prompt": "def moon_phase(day_of_cycle):\n    ", "max_tokens": 16, "temperature": 0}
@@ -26,10 +27,12 @@ def server(tmp_path_factory):
 
 def asked(server, path="/v1/completions"):
     """The text of a good request on a connection of its own, and the seconds that it took."""
-    started = time.perf_counter()
-    response = httpx.post(f"{server.url}{path}", json=GOOD, timeout=PATIENCE_S)
+    with httpx.Client(timeout=PATIENCE_S, verify=False) as client:  # closed also where nobody answers
+        started = time.perf_counter()
+        response = client.post(f"{server.url}{path}", json=GOOD)
+        seconds = time.perf_counter() - started
     assert response.status_code == 200, response.text
-    return response.json()["choices"][0]["text"], time.perf_counter() - started
+    return response.json()["choices"][0]["text"], seconds
 
 
 def measured(server, count):
@@ -62,7 +65,8 @@ def usual_server(tmp_path_factory):
         assert "Traceback" not in server.log
 
 
-@pytest.mark.parametrize("limits", ["server", "usual_server"])
+# the usual limits are those of the slower tests below, too, where each kind goes on alone and in four threads
+@pytest.mark.parametrize("limits", mostly_slow({name: name for name in ("server", "usual_server")}, "server"))
 def test_good_requests_are_answered_while_every_abuse_goes_on_and_after_it(request, limits):
     server = request.getfixturevalue(limits)
     alone, _ = measured(server, 2)
@@ -98,8 +102,8 @@ def test_good_requests_are_answered_while_an_abuse_goes_on_in_4_threads(usual_se
 
 
 def is_answered(server):
-    with contextlib.suppress(httpx.TransportError):
-        return httpx.get(f"{server.url}/health", timeout=5).status_code == 200
+    with contextlib.suppress(httpx.TransportError), httpx.Client(timeout=5, verify=False) as client:
+        return client.get(f"{server.url}/health").status_code == 200
     return False
 
 

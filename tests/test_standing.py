@@ -395,7 +395,7 @@ class Server:
             self.engine.insert(0, self.requests[self.done % len(self.requests)])
 
 
-@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_request_decoded_inside_the_callback_and_the_verdict_are_what_they_are_alone(pair, rows):
     shape = attrs.evolve(SHAPE, rows=rows)
     by_itself = Server(attrs.evolve(pair), shape)  # with compiled functions of its own

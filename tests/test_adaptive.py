@@ -50,7 +50,10 @@ def pair():
     return tiny_pair(draft="noisy")
 
 
-@pytest.fixture(params=[0.0, 1e9], ids=["one step in flight", "two steps in flight"])
+IN_FLIGHT = {"one step in flight": 0.0, "two steps in flight": 1e9}
+
+
+@pytest.fixture(params=IN_FLIGHT.values(), ids=IN_FLIGHT)
 def pipelined(request, monkeypatch):
     monkeypatch.setattr(engine_module, "_PIPELINED_BELOW_S", request.param)
 
@@ -278,8 +281,19 @@ def plainly():
     return ids
 
 
-@pytest.mark.parametrize("options", MODES.values(), ids=MODES)
-@pytest.mark.parametrize("draft", ["random", "noisy", "same"])
+# how many steps are in flight is told apart below, too
+RUNS = {
+    f"{draft}, {mode}, {flight}": (draft, options, bound)
+    for draft in ("random", "noisy", "same")
+    for mode, options in MODES.items()
+    for flight, bound in IN_FLIGHT.items()
+}
+_FAST_RUNS = [name for name in RUNS if name.startswith("noisy") or "two steps" in name]
+ROWS_RUN = {f"{mode}, {flight}": (MODES[mode], bound) for mode in MODES for flight, bound in IN_FLIGHT.items()}
+_FAST_ROWS = [name for name in ROWS_RUN if name.startswith(("leviathan", "penalties")) or "two steps" in name]
+
+
+@pytest.mark.parametrize(("draft", "options", "pipelined"), mostly_slow(RUNS, *_FAST_RUNS), indirect=["pipelined"])
 def test_output_is_that_of_plain_decoding_at_the_same_width(draft, options, pipelined, plainly):
     pair = tiny_pair(draft=draft)
     if options.get("temperature", 0) > 0:
@@ -296,7 +310,7 @@ def test_output_is_that_of_plain_decoding_at_the_same_width(draft, options, pipe
         assert 4 in lengths
 
 
-@pytest.mark.parametrize("options", MODES.values(), ids=MODES)
+@pytest.mark.parametrize(("options", "pipelined"), mostly_slow(ROWS_RUN, *_FAST_ROWS), indirect=["pipelined"])
 def test_a_row_gets_the_same_ids_and_lengths_alone_and_among_others(pair, options, pipelined):
     requests = [request_of(prompt, seed=row, **options) for row, prompt in enumerate(PROMPTS)]
     requests[1] = request_of(PROMPTS[1], temperature=0.9, seed=8)

@@ -1,6 +1,7 @@
 """`posttrainllm match` and `--draft-model auto`: which draft is taken, why, and that it is found out once.
 
-Acceptance is real here. Costs are planted but where a test says so, since no test may depend on a clock.
+Acceptance is real here but where a test plants it. Costs are planted but where a test says so, since no test may
+depend on a clock.
 """
 
 import json
@@ -447,7 +448,8 @@ def test_the_python_api_decodes_the_same_ids_with_auto(models, hub_cache, costs)
     assert result.token_ids == reference.token_ids
 
 
-def test_a_chosen_draft_keeps_its_keys_and_values_as_the_target_does(costs, measured):
+def test_a_chosen_draft_keeps_its_keys_and_values_as_the_target_does(costs, measured, monkeypatch):
+    monkeypatch.setattr(measure_module, "_count", lambda pair: (70, 100, 90))  # how often it is right is not asked here
     changes = {"kv_bits": 8, "kv_group_size": 32}
     pair = posttrainllm.load(draft_model="auto", **changes)
     assert pair.draft.packing == pair.target.packing

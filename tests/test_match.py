@@ -449,7 +449,8 @@ def test_the_python_api_decodes_the_same_ids_with_auto(models, hub_cache, costs)
 
 
 def test_a_chosen_draft_keeps_its_keys_and_values_as_the_target_does(costs, measured, monkeypatch):
-    monkeypatch.setattr(measure_module, "_count", lambda pair: (70, 100, 90))  # how often it is right is not asked here
+    pairs = []  # how often it is right is not asked here
+    monkeypatch.setattr(measure_module, "_count", lambda pair: pairs.append(pair) or (70, 100, 90))
     changes = {"kv_bits": 8, "kv_group_size": 32}
     pair = posttrainllm.load(draft_model="auto", **changes)
     assert pair.draft.packing == pair.target.packing
@@ -459,6 +460,7 @@ def test_a_chosen_draft_keeps_its_keys_and_values_as_the_target_does(costs, meas
     reference = posttrainllm.generate(pair=plain, plain_width=5, **options)
     assert posttrainllm.generate(pair=pair, **options).token_ids == reference.token_ids
     assert len(measured) == 1
+    assert pairs[0].draft.packing == pairs[0].target.packing == pair.target.packing
     posttrainllm.load(draft_model="auto")  # what was found with them is not of the pair without them
     assert len(measured) == 2
 

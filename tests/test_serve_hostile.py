@@ -109,8 +109,10 @@ def is_answered(server):
 
 def opened(server, content=b""):
     host, port = server.url.removeprefix("http://").split(":")
-    connection = socket.create_connection((host, int(port)), timeout=PATIENCE_S)
-    connection.sendall(content)
+    with contextlib.ExitStack() as failed:
+        connection = failed.enter_context(socket.create_connection((host, int(port)), timeout=PATIENCE_S))
+        connection.sendall(content)
+        failed.pop_all()
     return connection
 
 
@@ -125,14 +127,16 @@ def heard(connection):
 
 def test_headers_and_bodies_that_never_end_are_told_so_and_cut(server):
     half = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n"
-    silent, headers, body = (opened(server, content) for content in (b"", half, half + b"\r\n{"))
-    answered = opened(server, b"POST /nowhere HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
-    assert heard(silent) == b""
-    assert heard(headers).startswith(b"HTTP/1.1 408 ")
-    told = heard(body)
-    assert told.startswith(b"HTTP/1.1 408 ")
-    assert b"got no whole body in 1 s" in told
-    assert heard(answered).startswith(b"HTTP/1.1 404 ")
+    nowhere = b"POST /nowhere HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{"
+    with contextlib.ExitStack() as kept:
+        parts = (b"", half, half + b"\r\n{", nowhere)
+        silent, headers, body, answered = [kept.enter_context(opened(server, content)) for content in parts]
+        assert heard(silent) == b""
+        assert heard(headers).startswith(b"HTTP/1.1 408 ")
+        told = heard(body)
+        assert told.startswith(b"HTTP/1.1 408 ")
+        assert b"got no whole body in 1 s" in told
+        assert heard(answered).startswith(b"HTTP/1.1 404 ")
 
 
 def test_a_client_that_takes_its_time_between_requests_keeps_its_connection(server):

@@ -113,7 +113,6 @@ def test_a_toy_learns_what_the_text_determines(trained):
     assert record["tokens"] == 60 * 8 * 32
 
 
-@pytest.mark.slow  # that its steps do something, and the same again, is said below, too
 def test_muon_learns_it_too(cycle, tmp_path):
     train(cycle, tmp_path / "muon", "--steps", "60", "--learning-rate", "5e-3", "--optimizer", "muon")
     record = json.loads((tmp_path / "muon" / "TRAINING.json").read_text())

@@ -16,13 +16,15 @@ from click.testing import CliRunner
 from tokenizers import Tokenizer
 
 from posttrainllm.adapters.loading.pair import embedded_path, load_pair
+from posttrainllm.evals.counting import repeated_share
 from posttrainllm.evals.zoo import trainer as trainer_module
-from posttrainllm.evals.zoo.batches import Batches, Prefetch
+from posttrainllm.evals.zoo.batches import Batches, Prefetch, repeats
 from posttrainllm.evals.zoo.checkpoint import last_checkpoint, load_checkpoint
 from posttrainllm.evals.zoo.command import zoo
 from posttrainllm.evals.zoo.data import read_corpus, training_ids
 from posttrainllm.evals.zoo.evaluate import held_out_scores
-from posttrainllm.evals.zoo.model import divergences, load_any
+from posttrainllm.evals.zoo.model import divergences, load_any, unlikelihood
+from posttrainllm.evals.zoo.on_policy import target_texts
 from posttrainllm.evals.zoo.optimizer import apply_updates, clip, first_moments, step_scalars
 from posttrainllm.evals.zoo.output import write_model
 from posttrainllm.evals.zoo.presets import PRESETS
@@ -119,9 +121,16 @@ def test_muon_learns_it_too(cycle, tmp_path):
     assert record["held_out"]["p code"]["nats_per_token"] < 0.5
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_a_run_that_was_stopped_and_resumed_is_the_unbroken_run_bit_for_bit(cycle, tmp_path, monkeypatch, optimizer):
-    options = ("--steps", "6", "--accumulate", "2", "--optimizer", optimizer, "--log-every", "1")
+@pytest.mark.parametrize("kind", ["adamw", "muon", "unlikelihood"])
+def test_a_run_that_was_stopped_and_resumed_is_the_unbroken_run_bit_for_bit(
+    cycle, trained, tmp_path, monkeypatch, kind
+):
+    options = ("--steps", "6", "--accumulate", "2", "--log-every", "1")
+    if kind == "unlikelihood":  # step 3 is between two writings
+        more = ("--unlikelihood", "0.5", "--on-policy-rows", "8", "--rewrite-every", "2")
+        options += ("--init", trained, *more)
+    else:
+        options += ("--optimizer", kind)
     train(cycle, tmp_path / "whole", *options)
     steps = trainer_module.Trainer._one_step
 
@@ -276,14 +285,52 @@ def test_the_rate_rises_then_falls_to_a_remainder_and_is_never_zero():
     assert min(rates) > 0
 
 
+def test_repeats_are_the_tokens_that_end_a_run_of_four_that_was_there_before():
+    text = np.array([[1, 2, 3, 4, 5, 1, 2, 3, 4, 5, 6, 1, 2, 3, 9]])
+    assert np.flatnonzero(repeats(text)[0]).tolist() == [7, 8]  # tokens 8 and 9: 1 2 3 4 and 2 3 4 5 again
+    assert repeats(text, 2)[0].sum() == 6
+    assert repeated_share(text.tolist()) == 2 / 12
+
+
+def test_unlikelihood_is_the_mean_cost_of_the_counted_tokens():
+    logits = mx.log(mx.array([[[0.75, 0.25], [0.5, 0.5], [0.25, 0.75]]]))
+    targets, counted = mx.array([[0, 1, 0]]), mx.array([[True, False, True]])
+    expected = -(math.log(0.25) + math.log(0.75)) / 2
+    assert unlikelihood(logits, targets, counted).item() == pytest.approx(expected, rel=1e-5)
+    assert unlikelihood(logits, targets, mx.zeros((1, 3), dtype=mx.bool_)).item() == 0
+    certain = mx.array([[[100.0, -100.0]]])
+    slopes = mx.grad(lambda values: unlikelihood(values, mx.array([[0]]), mx.array([[True]])))(certain)
+    assert mx.isfinite(slopes).all().item()
+
+
+@pytest.mark.slow
+def test_a_toy_unlearns_its_loops_and_its_control_does_not(tmp_path):
+    """Greedy texts of a toy, from the same 16 beginnings: with a random text's bigrams in mind it can only loop."""
+    words = random.Random(1).choices(WORDS, k=4000)
+    corpus = write_corpus(tmp_path / "words", "".join(words), "".join(words[:100]))
+    options = ("--steps", "120", "--learning-rate", "3e-3")
+    train(corpus, tmp_path / "start", *options)
+    init = (*options, "--init", tmp_path / "start", "--seed", "1")
+    train(corpus, tmp_path / "control", *init)
+    train(corpus, tmp_path / "unlearnt", *init, "--unlikelihood", "0.5", "--on-policy-rows", "32")
+    ids = training_ids(read_corpus(corpus), Tokenizer.from_file(str(TOKENIZER)), "x")
+    shares = []
+    for name in ("control", "unlearnt"):
+        module = load_any(tmp_path / name, mx.float32)
+        where = {"origin": "", "folder": tmp_path / name, "seed": 5, "greedy_share": 1.0}
+        shares.append(repeated_share(target_texts(module, ids, rows=16, sequence=96, **where).tolist()))
+    assert shares[0] > 0.5
+    assert shares[1] < 0.5 * shares[0]
+
+
 def test_batches_take_every_window_once_an_epoch_and_any_number_alone():
     batches = Batches(ids=np.arange(65, dtype=np.uint16), rows=3, sequence=8, seed=2)
-    windows = np.concatenate([batches.batch(number) for number in range(7)])  # 3 epochs of 7 windows
+    windows = np.concatenate([batches.batch(number).tokens for number in range(7)])  # 3 epochs of 7 windows
     assert len({row[0] for row in windows[:7]}) == 7
     assert (np.diff(windows, axis=1) == 1).all()
     with Prefetch(batches, 4) as prefetch:
-        assert (prefetch.take() == batches.batch(4)).all()
-        assert (prefetch.take() == batches.batch(5)).all()
+        assert (prefetch.take().tokens == batches.batch(4).tokens).all()
+        assert (prefetch.take().tokens == batches.batch(5).tokens).all()
 
 
 def test_prose_has_the_share_that_is_asked_for_and_leaves_out_no_window():

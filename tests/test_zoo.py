@@ -23,8 +23,7 @@ from posttrainllm.evals.zoo.checkpoint import last_checkpoint, load_checkpoint
 from posttrainllm.evals.zoo.command import zoo
 from posttrainllm.evals.zoo.data import read_corpus, training_ids
 from posttrainllm.evals.zoo.evaluate import held_out_scores
-from posttrainllm.evals.zoo.model import divergences, load_any, unlikelihood
-from posttrainllm.evals.zoo.on_policy import target_texts
+from posttrainllm.evals.zoo.model import divergences, load_any, losses, unlikelihood
 from posttrainllm.evals.zoo.optimizer import apply_updates, clip, first_moments, step_scalars
 from posttrainllm.evals.zoo.output import write_model
 from posttrainllm.evals.zoo.presets import PRESETS
@@ -303,24 +302,21 @@ def test_unlikelihood_is_the_mean_cost_of_the_counted_tokens():
     assert mx.isfinite(slopes).all().item()
 
 
-@pytest.mark.slow
-def test_a_toy_unlearns_its_loops_and_its_control_does_not(tmp_path):
-    """Greedy texts of a toy, from the same 16 beginnings: with a random text's bigrams in mind it can only loop."""
-    words = random.Random(1).choices(WORDS, k=4000)
-    corpus = write_corpus(tmp_path / "words", "".join(words), "".join(words[:100]))
-    options = ("--steps", "120", "--learning-rate", "3e-3")
-    train(corpus, tmp_path / "start", *options)
-    init = (*options, "--init", tmp_path / "start", "--seed", "1")
-    train(corpus, tmp_path / "control", *init)
-    train(corpus, tmp_path / "unlearnt", *init, "--unlikelihood", "0.5", "--on-policy-rows", "32")
-    ids = training_ids(read_corpus(corpus), Tokenizer.from_file(str(TOKENIZER)), "x")
-    shares = []
-    for name in ("control", "unlearnt"):
-        module = load_any(tmp_path / name, mx.float32)
-        where = {"origin": "", "folder": tmp_path / name, "seed": 5, "greedy_share": 1.0}
-        shares.append(repeated_share(target_texts(module, ids, rows=16, sequence=96, **where).tolist()))
-    assert shares[0] > 0.5
-    assert shares[1] < 0.5 * shares[0]
+def test_what_ends_a_repeated_run_of_its_own_text_becomes_unlikely(trained, cycle, tmp_path):
+    options = ("--steps", "8", "--learning-rate", "3e-3", "--unlikelihood", "1", "--on-policy-rows", "8")
+    assert "--init" in train(cycle, tmp_path / "alone", *options, code=2)
+    train(cycle, tmp_path / "unlearnt", *options, "--init", trained)
+    (file,) = (tmp_path / "unlearnt").glob("on_policy-*.npy")
+    texts = np.load(file)
+    counted = repeats(texts)
+    assert counted.any(axis=1).all()  # 33 tokens of a cycle of 26
+    tokens = mx.array(texts.astype(np.int32))
+    chances = []
+    for folder in (trained, tmp_path / "unlearnt"):
+        nats = losses(load_any(folder, mx.float32)(tokens[:, :-1]), tokens[:, 1:])
+        chances.append(np.exp(-np.array(nats))[counted].mean())
+    assert chances[0] > 0.5
+    assert chances[1] < 0.1 * chances[0]
 
 
 def test_batches_take_every_window_once_an_epoch_and_any_number_alone():
@@ -338,7 +334,7 @@ def test_prose_has_the_share_that_is_asked_for_and_leaves_out_no_window():
     batches = Batches(ids=code, prose=prose, prose_share=0.25, rows=4, sequence=8, seed=2)
     for share, expected in ((0.25, [7, 21]), (1.0, [28, 0]), (0.0, [0, 28])):
         batches = attrs.evolve(batches, prose_share=share)
-        first = np.concatenate([batches.batch(number)[:, 0] for number in range(7)])
+        first = np.concatenate([batches.batch(number).tokens[:, 0] for number in range(7)])
         assert [(first >= 100).sum(), (first < 100).sum()] == expected
     assert len(set(first[:7])) == 7  # an epoch of the code alone
 

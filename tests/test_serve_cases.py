@@ -778,11 +778,13 @@ def test_pages_of_an_allowed_origin_may_read_answers_and_others_not(server):
 
 
 def test_a_browser_may_ask_first_and_needs_no_key_for_that(server):
-    asked = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
+    wanted = {"access-control-request-headers": "authorization,content-type"}
     for origin, status in (("https://app.example", 200), ("https://evil.example", 400)):
-        answer = httpx.options(f"{server.url}{CHAT}", headers={"origin": origin, **asked})
-        assert answer.status_code == status
-        assert ("access-control-allow-origin" in answer.headers) == (status == 200)
+        for method, path in (("POST", CHAT), ("HEAD", "/v1/models")):
+            asked = {"origin": origin, "access-control-request-method": method, **wanted}
+            answer = httpx.options(f"{server.url}{path}", headers=asked)
+            assert answer.status_code == status
+            assert ("access-control-allow-origin" in answer.headers) == (status == 200)
 
 
 # the log

@@ -90,6 +90,8 @@ def test_an_engine_that_fails_fails_everybody_turns_health_and_ends_the_process(
         health = server.get("/health")
         assert health.status_code == 503
         assert health.json()["status"] == "error"
+        root = server.get("/")
+        assert (root.status_code, root.text) == (503, "the engine failed; the server is going down\n")
         assert server.post(COMPLETIONS, body).status_code == 500
         assert server.process.wait(60) == 1
         assert "the device is gone" in server.log

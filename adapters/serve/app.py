@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from posttrainllm.adapters.runtime import LOGGER
@@ -54,7 +54,8 @@ def make_app(scheduler: Scheduler, settings: ServeSettings, *, cors_origins: tup
         The application.
     """
     api = _Api(scheduler, settings)
-    routes = [
+    routes = [  # GET is HEAD, too
+        Route("/", api.root, methods=["GET"]),
         Route("/health", api.health, methods=["GET"]),
         Route("/metrics", api.guarded(api.metrics), methods=["GET"]),
         Route("/openapi.json", api.guarded(api.openapi), methods=["GET"]),
@@ -71,7 +72,7 @@ def make_app(scheduler: Scheduler, settings: ServeSettings, *, cors_origins: tup
     cors = Middleware(
         CORSMiddleware,
         allow_origins=cors_origins,
-        allow_methods=["GET", "POST"],
+        allow_methods=["GET", "HEAD", "POST"],
         allow_headers=["*"],
         expose_headers=["x-request-id", "retry-after"],
     )
@@ -97,6 +98,12 @@ class _Api:
         self._document: bytes | None = None
         # long prompts take seconds to encode, and the loop has streams to send
         self._encoder = ThreadPoolExecutor(max_workers=1, thread_name_prefix="encode")
+
+    async def root(self, request: Request) -> Response:
+        """GET /: a line for whoever only asks whether somebody is there; its status is that of /health."""
+        closed = self._scheduler.admission.closed
+        line = "posttrainllm is running" if closed is None else str(as_api_error(closed))
+        return PlainTextResponse(f"{line}\n", status_code=200 if closed is None else 503)
 
     async def health(self, request: Request) -> Response:
         """GET /health: 200 while the engine works, else 503."""

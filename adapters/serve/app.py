@@ -23,7 +23,7 @@ from posttrainllm.adapters.serve.dialect import CHAT, COMPLETIONS, OLLAMA_CHAT, 
 from posttrainllm.adapters.serve.errors import ApiError, as_api_error, renamed
 from posttrainllm.adapters.serve.metrics import Ending, ending_of
 from posttrainllm.adapters.serve.ollama import served_name
-from posttrainllm.adapters.serve.ollama_answers import model_card, model_details
+from posttrainllm.adapters.serve.ollama_models import model_card, model_details, running_model
 from posttrainllm.adapters.serve.openapi import openapi
 from posttrainllm.adapters.serve.prepare import count_choices
 from posttrainllm.adapters.serve.refusals import ollama_refusal, refusal, unexpected, unrouted
@@ -65,6 +65,7 @@ def make_app(scheduler: Scheduler, settings: ServeSettings, *, cors_origins: tup
         Route("/v1/completions", api.generating(COMPLETIONS), methods=["POST"]),
         Route("/api/chat", api.generating(OLLAMA_CHAT, ollama_refusal), methods=["POST"]),
         Route("/api/generate", api.generating(OLLAMA_GENERATE, ollama_refusal), methods=["POST"]),
+        Route("/api/ps", api.guarded(api.running, refused=ollama_refusal), methods=["GET"]),
         Route("/api/tags", api.guarded(api.tags, refused=ollama_refusal), methods=["GET"]),
         Route("/api/show", api.guarded(api.show, refused=ollama_refusal), methods=["POST"]),
         Route("/api/version", api.guarded(api.version, refused=ollama_refusal), methods=["GET"]),
@@ -146,6 +147,10 @@ class _Api:
     async def tags(self, request: Request) -> Response:
         """GET /api/tags, Ollama's list of models."""
         return JSONResponse({"models": [model_card(self._settings, self._scheduler.engine.pair)]})
+
+    async def running(self, request: Request) -> Response:
+        """GET /api/ps, Ollama's list of models in memory."""
+        return JSONResponse({"models": [running_model(self._settings, self._scheduler.engine)]})
 
     async def show(self, request: Request) -> Response:
         """POST /api/show, what Ollama says of a model."""

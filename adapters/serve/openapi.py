@@ -105,6 +105,7 @@ _OPERATIONS = (
         errors=(400, 404, 408, 413),
         ollama=True,
     ),
+    _Operation(method="get", path="/api/ps", summary="The model in memory.", answer="OllamaPs", ollama=True),
     _Operation(method="get", path="/api/tags", summary="The model.", answer="OllamaTags", ollama=True),
     _Operation(method="get", path="/api/version", summary="The version.", answer="OllamaVersion", ollama=True),
     _Operation(method="get", path="/health", summary="Whether it works.", answer="Health", open=True),

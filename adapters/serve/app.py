@@ -32,6 +32,7 @@ from posttrainllm.adapters.serve.scheduler import Scheduler
 from posttrainllm.adapters.serve.settings import ServeSettings
 from posttrainllm.adapters.serve.speculation import speculation
 from posttrainllm.adapters.serve.submission import ClientGoneError, Submission, unless_gone
+from posttrainllm.adapters.serve.target import OriginForm
 from posttrainllm.kernel.errors import PosttrainllmError
 
 __all__ = ["make_app"]
@@ -79,7 +80,7 @@ def make_app(scheduler: Scheduler, settings: ServeSettings, *, cors_origins: tup
     )
     app = Starlette(
         routes=routes,
-        middleware=[cors] if cors_origins else [],
+        middleware=[Middleware(OriginForm), *([cors] if cors_origins else [])],
         exception_handlers={HTTPException: unrouted, Exception: unexpected},
     )
     app.router.redirect_slashes = False  # a path with a slash behind it is another one: 404

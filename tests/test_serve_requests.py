@@ -292,7 +292,7 @@ def test_a_fault_of_ours_has_the_shape_of_its_path_whatever_the_target(target):
     async def send(message):
         sent.append(message)
 
-    scope = {**request_of([]).scope, "method": "GET", "path": target, "raw_path": target.encode()}
+    scope = {**request_of([], host="x").scope, "method": "GET", "path": target, "raw_path": target.encode()}
     with pytest.raises(AttributeError):  # for the log
         asyncio.run(app(scope, request_of([]).receive, send))
     assert sent[0]["status"] == 500

@@ -11,7 +11,8 @@ import pytest
 import uvicorn
 
 from posttrainllm.adapters.serve import entrance
-from posttrainllm.adapters.serve.doors import DoorLimits, Doors, guarded_protocol
+from posttrainllm.adapters.serve.connection import guarded_protocol
+from posttrainllm.adapters.serve.doors import DoorLimits, Doors
 
 
 class Places:

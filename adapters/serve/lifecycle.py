@@ -16,7 +16,8 @@ from posttrainllm.adapters.engine import Engine
 from posttrainllm.adapters.runtime import LOGGER
 from posttrainllm.adapters.serve.app import make_app
 from posttrainllm.adapters.serve.boot import Served, ServeOptions, boot
-from posttrainllm.adapters.serve.doors import DoorLimits, Doors, guarded_protocol
+from posttrainllm.adapters.serve.connection import guarded_protocol
+from posttrainllm.adapters.serve.doors import DoorLimits, Doors
 from posttrainllm.adapters.serve.entrance import GuardedServer
 from posttrainllm.adapters.serve.gauges import ConnectionsCollector
 from posttrainllm.kernel.errors import BackendError, UsageError

@@ -234,6 +234,26 @@ def test_whoever_is_not_answered_when_the_server_stops_is_told_so(tmp_path, sign
         assert "Traceback" not in server.log
 
 
+ELSEWHERE = f"""
+{START}
+import signal
+from posttrainllm.adapters.serve import lifecycle
+whole = lifecycle._announce
+def announce(*values):
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    whole(*values)
+lifecycle._announce = announce
+{MAIN}
+"""
+
+
+def test_a_signal_that_does_not_wake_the_engines_thread_stops_an_idle_server_too(tmp_path):
+    """Another thread gets it here; one that comes an instruction before that thread sleeps does not wake it either."""
+    with ServerProcess(tmp_path, *NO_GATE, program=ELSEWHERE) as server:
+        assert server.stop() == 0
+        assert "Traceback" not in server.log
+
+
 LONG_CUT = SHORT_DRAIN.replace("lifecycle._DRAIN_S = 1", "lifecycle._DRAIN_S, lifecycle._CUT_S = 1, 15")
 
 

@@ -20,6 +20,7 @@ from support import plant, save_tiny_llama, tiny_config, tiny_module
 from tinygpt_files import save_tinygpt
 
 import posttrainllm
+from posttrainllm.adapters import pair_options
 from posttrainllm.adapters.adaptive import Curve
 from posttrainllm.adapters.cli import cli
 from posttrainllm.adapters.gate import heed
@@ -363,7 +364,8 @@ def test_only_the_smallest_are_measured_where_their_number_is_bounded(models, co
 def shown(monkeypatch):
     """Lines that a terminal would have shown while it waited."""
     lines = []
-    monkeypatch.setattr(match_command, "writer", lambda _: lines.append)
+    for module in (match_command, pair_options):
+        monkeypatch.setattr(module, "writer", lambda _: lines.append)
     return lines
 
 
@@ -565,6 +567,15 @@ def test_a_conversation_takes_auto_too(models, hub_cache, costs):
     assert done.exit_code == 0, done.stderr
     assert "draft: someone/first, K=8" in done.stderr
     assert "draft accepted" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["sample", "chat"])
+def test_who_waits_for_auto_is_shown_what_for(models, hub_cache, costs, shown, command):
+    plant(hub_cache, "someone/first", models / "first")
+    options = [command, str(models / "target"), "--draft-model", "auto", "--max-tokens", "4"]
+    done = CliRunner().invoke(cli, options, input="a\n")
+    assert done.exit_code == 0, done.stderr
+    assert "measuring someone/first, 1 of 1: 384 of 384 tokens" in shown
 
 
 def test_a_cache_of_the_hub_that_cannot_be_read_is_left_out(models, hub_cache, costs):

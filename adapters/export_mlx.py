@@ -4,6 +4,7 @@ from pathlib import Path
 
 import click
 
+from posttrainllm.adapters.checks import check_not_empty
 from posttrainllm.kernel.errors import CheckpointError
 
 __all__ = ["export_mlx"]
@@ -21,10 +22,16 @@ def export_mlx(*, file: str, out: str) -> None:
     from posttrainllm.adapters.loading.tokenizer import load_tokenizer
     from posttrainllm.adapters.runtime import start
 
+    check_not_empty("FILE", file, "a .tinygpt file")
+    check_not_empty("--out", out, "a directory to write")
+    if not Path(file).is_file():
+        got = "a directory" if Path(file).is_dir() else "nothing there"
+        raise CheckpointError(f"{file}: got {got}, expected a .tinygpt file")
     checkpoint = read_checkpoint(Path(file))
     if checkpoint.native is None:
-        got = "a directory" if checkpoint.gguf is None else "a GGUF file, which `posttrainllm convert` writes"
-        raise CheckpointError(f"{file}: got {got}, expected a .tinygpt file")
+        raise CheckpointError(
+            f"{file}: got a GGUF file, expected a .tinygpt file; `posttrainllm convert` writes GGUF files"
+        )
     start()  # MLX, with its BLAS in front
     from posttrainllm.adapters.loading.export import export_directory
     from posttrainllm.adapters.loading.memory import check_weights

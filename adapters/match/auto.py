@@ -82,7 +82,7 @@ def load_chosen(
         PosttrainllmError: see `load_pair`.
     """
     if draft_model == AUTO and not speculate:
-        raise UsageError("got both --draft-model auto and no speculation, expected one of them")
+        raise UsageError("got both --draft-model auto and --no-draft (speculate=False), expected one of them")
     if draft_model != AUTO:
         pair = load_pair(model, draft_model, speculate=speculate, dtype=dtype, forward=forward, changes=changes)
         return pair, draft_k

@@ -6,10 +6,10 @@ from typing import Any
 import click
 
 from posttrainllm.adapters.change_options import change_options
+from posttrainllm.adapters.checks import check_not_empty
 from posttrainllm.adapters.loading.changes import ModelChanges
 from posttrainllm.adapters.loading.pair import DTYPES, FORWARDS, Pair, load_pair
 from posttrainllm.adapters.status_line import status_line, writer
-from posttrainllm.kernel.errors import UsageError
 
 __all__ = ["match"]
 
@@ -46,8 +46,8 @@ def match(
     """
     from posttrainllm.adapters.loading.found import models_in
 
-    if any(not folder for folder in candidates):
-        raise UsageError("--candidates: got an empty text, expected a directory of models")
+    for folder in candidates:
+        check_not_empty("--candidates", folder, "a directory of models")
     found = [model for folder in candidates for model in models_in(folder)]
     with status_line() as status:
         pair = load_pair(model, speculate=False, dtype=dtype, forward=forward, changes=changes)

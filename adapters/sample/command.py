@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from posttrainllm.adapters.chat.conversation import Conversation
+from posttrainllm.adapters.checks import check_not_empty
 from posttrainllm.adapters.loading.pair import Pair
 from posttrainllm.adapters.options import chat_options, check_system, parse_template_args, sampling_options
 from posttrainllm.adapters.pair_options import PairOptions, pair_options
@@ -71,6 +72,7 @@ def sample(
     template_args = parse_template_args(chat_template_args)
     if not chat and (system is not None or chat_template_args is not None):
         raise UsageError("--system and --chat-template-args: got them without --chat, expected --chat beside them")
+    check_not_empty("--record", record, "a file to write")
     text = read_prompt(prompt, prompt_file)
     shown = not (quiet or as_json)
     pair, draft_k = named.load(quiet=quiet, shown=shown)

@@ -19,19 +19,15 @@ def export_mlx(*, file: str, out: str) -> None:
     Its weights are FILE's, as stored and without an optimizer's state, so that its logits are FILE's, too.
     """
     from posttrainllm.adapters.loading.checkpoint import read_checkpoint
+    from posttrainllm.adapters.loading.tinygpt_header import is_tinygpt
     from posttrainllm.adapters.loading.tokenizer import load_tokenizer
     from posttrainllm.adapters.runtime import start
 
     check_not_empty("FILE", file, "a .tinygpt file")
     check_not_empty("--out", out, "a directory to write")
-    if not Path(file).is_file():
-        got = "a directory" if Path(file).is_dir() else "nothing there"
-        raise CheckpointError(f"{file}: got {got}, expected a .tinygpt file")
-    checkpoint = read_checkpoint(Path(file))
-    if checkpoint.native is None:
-        raise CheckpointError(
-            f"{file}: got a GGUF file, expected a .tinygpt file; `posttrainllm convert` writes GGUF files"
-        )
+    checkpoint = read_checkpoint(Path(file)) if is_tinygpt(Path(file)) else None
+    if checkpoint is None or checkpoint.native is None:
+        raise CheckpointError(f"{file}: got {_kind(Path(file))}, expected a .tinygpt file")
     start()  # MLX, with its BLAS in front
     from posttrainllm.adapters.loading.export import export_directory
     from posttrainllm.adapters.loading.memory import check_weights
@@ -41,3 +37,11 @@ def export_mlx(*, file: str, out: str) -> None:
     click.echo(
         f"{out}: {checkpoint.native.layers} layers, {checkpoint.weight_bytes / 1e6:.1f} MB of {checkpoint.dtype}"
     )
+
+
+def _kind(path: Path) -> str:
+    from posttrainllm.adapters.loading.gguf_types import is_gguf
+
+    if is_gguf(path):
+        return "a GGUF file, which `posttrainllm convert` writes"
+    return "a directory" if path.is_dir() else "a file of another kind" if path.exists() else "nothing there"

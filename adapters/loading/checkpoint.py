@@ -66,7 +66,10 @@ def readable(path: Path, problem: str) -> Iterator[None]:
     except PosttrainllmError:
         raise
     except Exception as error:
-        raise CheckpointError(f"{path}: {problem}: {type(error).__name__}: {collapsed(error, 300)}") from None
+        reason = f"{type(error).__name__}: {collapsed(error, 300)}"
+        if isinstance(error, OSError) and error.filename is not None:
+            reason = f"{error.filename}: {error.strerror}"
+        raise CheckpointError(f"{path}: {problem}: {reason}") from None
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
@@ -172,7 +175,8 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: cannot be read: {error}") from None
+        reason = getattr(error, "strerror", None) or error
+        raise CheckpointError(f"{path}: cannot be read: {reason}") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: got {type(value).__name__}, expected an object")
     return value

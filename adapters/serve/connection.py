@@ -64,9 +64,11 @@ class Connection(H11Protocol):
     @property
     def is_unheard(self) -> bool:
         """Whether the client has sent something, or has left, and a busy loop has not read that yet."""
+        if self.flow.read_paused or self.transport.is_closing():
+            return False  # nobody reads that any more
         poll = select.poll()
         poll.register(self.transport.get_extra_info("socket"), select.POLLIN)
-        return not self.flow.read_paused and bool(poll.poll(0))
+        return bool(poll.poll(0))
 
     def look(self, now: float) -> str | None:
         """Note what is owed, and since when.

@@ -114,24 +114,31 @@ class Doors:
                     connection.cut()
         surplus = len(self._inside) - self.limits.connections
         if surplus > 0:
-            self._make_room(surplus, now)
+            self._say(now)
+            self.make_room(surplus)
         if self._inside:
             self._look_within(_YOUNG_S if surplus > 0 else self._pace)
 
-    def _make_room(self, surplus: int, now: float) -> None:
+    def make_room(self, surplus: int) -> None:
         """Cut those that do nothing, the longest first, but none so young that its request may be on its way.
 
         How young that is falls with the places that are left beyond the limit: a client that a busy machine keeps from
         sending for a moment is older than a crowd that has just come, and would else go in its place.
+
+        Args:
+            surplus: how many at most.
         """
-        if now - self._said >= _SAID_S:
-            self._said = now
-            LOGGER.warning(
-                "all %d connections are taken; those that wait for a client are cut", self.limits.connections
-            )
+        now = time.monotonic()
         young = max(_YOUNG_S, _OLD_S * (1 - surplus / self.limits.connections))
         ranks = [(one.rank, one.since, one) for one in self._inside if now - one.since >= young]
         waiting = [(rank, since, one) for rank, since, one in ranks if rank is not None]
         idle = (one for _, _, one in sorted(waiting, key=lambda entry: entry[:2]) if not one.is_unheard)
         for connection in itertools.islice(idle, surplus):
             connection.cut()
+
+    def _say(self, now: float) -> None:
+        if now - self._said >= _SAID_S:
+            self._said = now
+            LOGGER.warning(
+                "all %d connections are taken; those that wait for a client are cut", self.limits.connections
+            )

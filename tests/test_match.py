@@ -423,7 +423,7 @@ def test_match_keeps_keys_and_values_as_it_is_told_and_says_so_in_its_command(co
 
 def test_match_takes_no_adapter_of_a_draft():
     done = run("match", "--draft-adapter-path", "adapter", code=2)
-    assert done.stderr.startswith("error: No such option '--draft-adapter-path'")
+    assert done.stderr.startswith("error: No such option")
 
 
 # --- the formula

@@ -22,7 +22,7 @@ _MOST_LOGITS = 2**30  # of a batch: beyond, arrays of them have more elements th
 
 
 @click.command()
-@click.argument("preset", type=click.Choice(list(PRESETS)))
+@click.argument("preset", type=click.Choice(list(PRESETS)), metavar="PRESET")
 @click.option("--corpus", type=_FOLDER, required=True, help="Folder that `zoo corpus` wrote.")
 @click.option("--out", type=_FOLDER, required=True, help="Model directory to write; checkpoints go there, too.")
 @click.option("--tokenizer", type=_FOLDER, help="Of `zoo tokenizer`; tokenizer.json in the corpus's folder by default.")
@@ -70,10 +70,11 @@ _MOST_LOGITS = 2**30  # of a batch: beyond, arrays of them have more elements th
 @click.option("--log-every", type=click.IntRange(min=1), default=20, show_default=True, help="Steps.")
 @click.option("--stop-after", type=click.FloatRange(min=0), help="Minutes of the process: a checkpoint, then exit 3.")
 def train(minutes: float | None, steps: int | None, tokenizer: Path | None, **options: Any) -> None:
-    """Train PRESET. Without --resume, checkpoints in --out are not looked at, and replaced."""
+    """Train PRESET, one of `zoo list`. Without --resume, checkpoints in --out are not looked at, and replaced."""
     began = time.monotonic()
     if (minutes is None) == (steps is None):
-        raise click.UsageError("got both or none of --minutes and --steps, expected one of the two")
+        got = "neither --minutes nor" if steps is None else "both --minutes and"
+        raise click.UsageError(f"got {got} --steps, expected one of the two")
     file = tokenizer if tokenizer is not None else options["corpus"] / "tokenizer.json"
     settings = Settings(budget=Budget(steps=steps, minutes=minutes), tokenizer=file, **options)
     _check(settings)

@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import random
+import re
 import time
 from types import SimpleNamespace
 
@@ -317,6 +318,17 @@ def test_what_ends_a_repeated_run_of_its_own_text_becomes_unlikely(trained, cycl
         chances.append(np.exp(-np.array(nats))[counted].mean())
     assert chances[0] > 0.5
     assert chances[1] < 0.1 * chances[0]
+
+
+def test_unlearning_ends_where_few_enough_runs_are_repeated(trained, cycle, tmp_path):
+    options = ("--init", trained, "--unlikelihood", "1", "--on-policy-rows", "8", "--rewrite-every", "2")
+    output = train(
+        cycle, tmp_path / "run", *options, "--steps", "500", "--learning-rate", "3e-3", "--until-repeated", "0.05"
+    )
+    shares = [float(share) for share in re.findall(r"([\d.]+)% end a run", output)]
+    assert len(shares) > 1
+    assert min(shares[:-1]) > 5 >= shares[-1]
+    assert json.loads((tmp_path / "run" / "TRAINING.json").read_text())["steps"] == 2 * (len(shares) - 1)
 
 
 def test_batches_take_every_window_once_an_epoch_and_any_number_alone():

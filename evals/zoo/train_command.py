@@ -59,6 +59,7 @@ _MOST_LOGITS = 2**30  # of a batch: beyond, arrays of them have more elements th
 @click.option(
     "--rewrite-every", type=click.IntRange(min=1), default=8, show_default=True, help="Steps with the same loops."
 )
+@click.option("--until-repeated", type=_SHARE, default=0.0, show_default=True, help="End where no more of it is loops.")
 @click.option("--resume", is_flag=True, help="Go on from the last checkpoint in --out, if there is one.")
 @click.option(
     "--checkpoint-every", type=click.FloatRange(min=0), default=5.0, show_default=True, help="Minutes; 0: none."
@@ -158,11 +159,12 @@ def _train(settings: Settings, began: float, device: str) -> bool:
         _say(f"the target wrote {generated.size:,} tokens, {time.monotonic() - began:.1f} s after the start")
     module = build_module(preset)
 
-    def rewrite(batches: Batches, parameters: dict[str, mx.array], number: int) -> Batches:
+    def rewrite(batches: Batches, parameters: dict[str, mx.array], number: int) -> Batches | None:
         texts = written(with_parameters(module, parameters, dtype), 1.0, number)
         found = repeats(texts)
         _say(f"it wrote {texts.size:,} tokens; {found.mean():.1%} end a run of 4 that was there before")
-        return attrs.evolve(batches, generated=texts, repeated=found)
+        few = found.mean() <= settings.until_repeated
+        return None if few else attrs.evolve(batches, generated=texts, repeated=found)
 
     functions = compile_step(
         module,

@@ -37,7 +37,7 @@ class Trainer:
         parameters: dict[str, mx.array],
         fingerprint: dict[str, str],
         say: Callable[[str], None],
-        rewrite: Callable[[Batches, dict[str, mx.array], int], Batches] | None = None,
+        rewrite: Callable[[Batches, dict[str, mx.array], int], Batches | None] | None = None,
     ) -> None:
         self._settings, self._functions, self._batches, self._held_out = settings, functions, batches, held_out
         self._fingerprint, self._say, self._rewrite = fingerprint, say, rewrite
@@ -96,7 +96,7 @@ class Trainer:
         """
         before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
-            while self._share() < 1:
+            while self._share() < 1 and self._has_text():
                 if not self._round(began):
                     return False
             self._read()
@@ -105,13 +105,18 @@ class Trainer:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
+    def _has_text(self) -> bool:
+        """Have texts written anew where that is due; False where there is nothing left to unlearn."""
+        if self._rewrite is None:
+            return True
+        batches = self._rewrite(self._batches, self.parameters, self.step // self._settings.rewrite_every)
+        self._batches = self._batches if batches is None else batches
+        return batches is not None
+
     def _round(self, began: float) -> bool:
         """Train until the budget is used or texts are to be written anew; False where it has to stop before."""
-        last = None
-        if self._rewrite is not None:
-            number = self.step // self._settings.rewrite_every
-            self._batches = self._rewrite(self._batches, self.parameters, number)
-            last = (number + 1) * self._settings.rewrite_every
+        every = None if self._rewrite is None else self._settings.rewrite_every
+        last = None if every is None else (self.step // every + 1) * every
         with Prefetch(self._batches, self.step * self._settings.accumulate) as prefetch:
             return self._loop(prefetch, began, last)
 

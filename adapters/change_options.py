@@ -13,17 +13,24 @@ __all__ = ["change_options"]
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
-def change_options() -> Callable[[_Command], _Command]:
-    """--adapter-path, --draft-adapter-path, --kv-bits and --kv-group-size, which the command gets as `changes`."""
+def change_options(*, drafted: bool = True) -> Callable[[_Command], _Command]:
+    """--adapter-path, --draft-adapter-path, --kv-bits and --kv-group-size, which the command gets as `changes`.
+
+    Args:
+        drafted: whether the command names a draft; otherwise --draft-adapter-path is not among them.
+
+    Returns:
+        The decorator.
+    """
 
     def gathered(command: _Command) -> _Command:
         @functools.wraps(command)
         def gather(
             *,
             adapter_path: str | None,
-            draft_adapter_path: str | None,
             kv_bits: str | None,
             kv_group_size: str,
+            draft_adapter_path: str | None = None,
             **others: Any,
         ) -> Any:
             changes = ModelChanges(
@@ -36,13 +43,15 @@ def change_options() -> Callable[[_Command], _Command]:
 
         return cast(_Command, gather)
 
+    model = "MODEL" if drafted else "TARGET"
+    of_the_draft = click.option("--draft-adapter-path", metavar="PATH", help="The same for the draft.")
     options = (
         click.option(
             "--adapter-path",
             metavar="PATH",
-            help="Directory or hub id of a LoRA or DoRA adapter of MODEL, as mlx-lm or PEFT writes it.",
+            help=f"Directory or hub id of a LoRA or DoRA adapter of {model}, as mlx-lm or PEFT writes it.",
         ),
-        click.option("--draft-adapter-path", metavar="PATH", help="The same for the draft."),
+        *([of_the_draft] if drafted else []),
         click.option(
             "--kv-bits",
             type=click.Choice([str(bits) for bits in KV_BITS]),

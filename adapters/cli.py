@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 import click
 
+from posttrainllm.adapters.guessed_options import no_such_option
 from posttrainllm.adapters.lazy import LazyGroup
 from posttrainllm.adapters.messages import collapsed
 from posttrainllm.kernel.errors import PosttrainllmError, UsageError
@@ -44,6 +45,9 @@ class _Group(LazyGroup):
         except click.exceptions.NoArgsIsHelpError as error:
             click.echo(error.format_message(), err=True)
             code = 2
+        except click.NoSuchOption as error:
+            words = args[0] if args else kwargs.get("args")
+            code = _fail(no_such_option(error, sys.argv[1:] if words is None else words), error.exit_code)
         except click.ClickException as error:
             code = _fail(error.format_message(), error.exit_code)
         except UsageError as error:

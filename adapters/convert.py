@@ -4,6 +4,7 @@ from pathlib import Path
 
 import click
 
+from posttrainllm.adapters.checks import check_not_empty
 from posttrainllm.kernel.errors import CheckpointError, UsageError
 
 __all__ = ["convert"]
@@ -36,8 +37,8 @@ def convert(*, model: str, out: str, layers: int | None, dtype: str) -> None:
     from posttrainllm.adapters.loading.hub import locate
     from posttrainllm.adapters.runtime import start
 
-    if not model:
-        raise UsageError("MODEL: got an empty text, expected a GGUF file or a model directory")
+    check_not_empty("MODEL", model, "a GGUF file or a model directory")
+    check_not_empty("--out", out, "a directory to write")
     path = locate(model)
     if not path.exists():
         raise CheckpointError(f"{model}: got nothing there, expected a GGUF file or a model directory")

@@ -53,11 +53,13 @@ def read_prompts(path: Path) -> list[tuple[str, str]]:
         lines = [line for line in path.read_text(encoding="utf-8-sig").split("\n") if line.strip()]
         prompts = [(record["text"], record.get("continuation", "")) for record in map(json.loads, lines)]
     except OSError as error:
-        raise UsageError(f"{path}: {error.strerror or error}") from None
+        raise UsageError(f"--prompts-file: {path}: {error.strerror or error}") from None
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
         prompts = []
     if not prompts or not all(is_text(text) and (rest == "" or is_text(rest)) for text, rest in prompts):
-        raise UsageError(f"{path}: expected a JSON object a line, with a `text` that is not empty") from None
+        raise UsageError(
+            f"--prompts-file: {path}: expected a JSON object a line, with a `text` that is not empty"
+        ) from None
     return prompts
 
 

@@ -187,6 +187,11 @@ def choose_prompts(
     """
     encoded = [tokenizer.encode(text + more)[:tokens] for text, more in texts]
     found = [list(prompt) for prompt in dict.fromkeys(map(tuple, encoded)) if len(prompt) == tokens]
+    if len(found) <= warm_up:
+        raise UsageError(
+            f"--prompt-tokens: got {tokens}, expected no more than the prompts have: {len(found)} of {len(texts)} "
+            f"are as long, and {warm_up + 1} are needed"
+        )
     if len(found) < count:
         raise UsageError(
             f"--repeats: got {count - warm_up}, expected at most {max(len(found) - warm_up, 0)}: a prompt of {tokens} "

@@ -81,6 +81,13 @@ class ServerProcess:
         """GET."""
         return self._http.get(f"{self.url}{path}", headers={**self.headers, **headers})
 
+    def raw(self, content: bytes) -> bytes:
+        """Send bytes on a connection of their own; every byte that comes until the server closes it."""
+        host, port = self.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=120) as connection:
+            connection.sendall(content)
+            return b"".join(iter(lambda: connection.recv(2**16), b""))
+
     @contextmanager
     def events(self, path: str, body: Any) -> Iterator[Iterator[Any]]:
         """POST for a stream: its events as JSON, "[DONE]" as it is, and comments in full."""

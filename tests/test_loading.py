@@ -115,7 +115,7 @@ def test_mlx_lms_module_is_loaded_once_when_it_is_asked_for(tiny_checkpoint, mon
 
 
 def test_a_draft_and_no_speculation_contradict_each_other(tiny_checkpoint):
-    with pytest.raises(UsageError, match="got both a draft model and no speculation"):
+    with pytest.raises(UsageError, match="got both a draft model and --no-draft"):
         load_pair(None, tiny_checkpoint, speculate=False)
 
 

@@ -4,9 +4,11 @@ Acceptance is real here but where a test plants it. Costs are planted but where 
 depend on a clock.
 """
 
+import io
 import json
 import shlex
 import shutil
+import sys
 
 import attrs
 import mlx.core as mx
@@ -19,18 +21,21 @@ from support import plant, save_tiny_llama, tiny_config, tiny_module
 from tinygpt_files import save_tinygpt
 
 import posttrainllm
+from posttrainllm.adapters import pair_options
 from posttrainllm.adapters.adaptive import Curve
 from posttrainllm.adapters.cli import cli
 from posttrainllm.adapters.gate import heed
 from posttrainllm.adapters.loading.checkpoint import Checkpoint, read_checkpoint
 from posttrainllm.adapters.loading.found import FoundModel, hub_models, models_in, parameter_count
 from posttrainllm.adapters.loading.pair import embedded_path
+from posttrainllm.adapters.match import command as match_command
 from posttrainllm.adapters.match import decide as decide_module
 from posttrainllm.adapters.match import measure as measure_module
 from posttrainllm.adapters.match.decide import Search
 from posttrainllm.adapters.match.findings import Measured, StepTime
 from posttrainllm.adapters.match.kept import keep, measured_from, read
 from posttrainllm.adapters.match.measure import Setting
+from posttrainllm.adapters.status_line import status_line, writer
 from posttrainllm.kernel.errors import MemoryLimitError, NonFiniteError
 
 MEASURING = "measuring {} for a draft, once on this machine"
@@ -63,9 +68,9 @@ def measured(monkeypatch):
     """Names of the candidates that are decoded with."""
     names = []
 
-    def counted(pair, setting, *, fresh=False):
+    def counted(pair, setting, **options):
         names.append(pair.draft.name)
-        return measure_module.measure(pair, setting, fresh=fresh)
+        return measure_module.measure(pair, setting, **options)
 
     monkeypatch.setattr(decide_module, "measure", counted)
     return names
@@ -356,6 +361,72 @@ def test_only_the_smallest_are_measured_where_their_number_is_bounded(models, co
     ]
 
 
+@pytest.fixture
+def shown(monkeypatch):
+    """Lines that a terminal would have shown while it waited."""
+    lines = []
+    for module in (match_command, pair_options):
+        monkeypatch.setattr(module, "writer", lambda _: lines.append)
+    return lines
+
+
+def test_a_long_run_says_which_candidate_of_how_many_it_is_at_and_how_far(models, folder, costs, shown):
+    run("match", models / "target", "--candidates", folder)
+    assert "comparing the tokenizer of other" in shown
+    for number, name in enumerate(("first", "random", "unknown"), 1):
+        line = f"measuring {name}, {number} of 3"
+        told = [other for other in shown if other.startswith(line)]
+        assert told[0] == line
+        if name != "unknown":  # which cannot be loaded
+            assert f"{line}: 384 of 384 tokens" in told
+            assert told[-4:] == [f"{line}: clocking steps of width {width}" for width in (2, 3, 5, 9)]
+    shown.clear()
+    run("match", models / "target", "--candidates", folder)  # all of it is on file
+    assert not [line for line in shown if line.startswith("measuring")]
+
+
+def test_a_candidate_is_shown_by_its_name_whatever_is_in_it(monkeypatch):
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with status_line() as status:
+        writer(status)("measuring model[red], 1 of 2")
+    assert "measuring model[red], 1 of 2" in terminal.getvalue()
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    with status_line() as status:
+        writer(status)("measuring model[red], 1 of 2")
+    assert sys.stderr.getvalue() == ""
+
+
+def test_match_holds_candidates_against_the_target_with_its_adapter(models, tmp_path, costs, measured):
+    options = (models / "target", "--candidates", models / "first")
+    adapter = save_mlx_lm(tmp_path / "adapter", modules_of(2))
+    plain, found = match(*options)
+    assert found["first"]["accept_rate"] == 1.0
+    adapted, found = match(*options, "--adapter-path", adapter)
+    assert found["first"]["accept_rate"] < 0.5  # it was taught what this draft does not know
+    assert adapted["adapters"] == {"target": str(adapter)}
+    assert not {"adapters", "kv_bits"} & plain.keys()
+    assert len(measured) == 2
+    lines = run("match", *options, "--adapter-path", adapter).stdout.splitlines()
+    assert lines[2].startswith(f"target --adapter-path {adapter}, ")
+
+
+def test_match_keeps_keys_and_values_as_it_is_told_and_says_so_in_its_command(costs):
+    packing = ["--kv-bits", "8", "--kv-group-size", "32"]
+    value, _ = match("--candidates", embedded_path("draft-3m"), *packing)
+    assert (value["kv_bits"], value["winner"]) == (8, "draft-3m")
+    words = shlex.split(value["command"])
+    assert words[-4:] == packing
+    result, _ = sample(*words[2:])
+    assert (result["kv_bits"], result["draft_k"]) == (8, value["candidates"][0]["best_k"])
+
+
+def test_match_takes_no_adapter_of_a_draft():
+    done = run("match", "--draft-adapter-path", "adapter", code=2)
+    assert done.stderr.startswith("error: No such option")
+
+
 # --- the formula
 
 
@@ -450,7 +521,7 @@ def test_the_python_api_decodes_the_same_ids_with_auto(models, hub_cache, costs)
 
 def test_a_chosen_draft_keeps_its_keys_and_values_as_the_target_does(costs, measured, monkeypatch):
     pairs = []  # how often it is right is not asked here
-    monkeypatch.setattr(measure_module, "_count", lambda pair: pairs.append(pair) or (70, 100, 90))
+    monkeypatch.setattr(measure_module, "_count", lambda pair, _: pairs.append(pair) or (70, 100, 90))
     changes = {"kv_bits": 8, "kv_group_size": 32}
     pair = posttrainllm.load(draft_model="auto", **changes)
     assert pair.draft.packing == pair.target.packing
@@ -500,6 +571,15 @@ def test_a_conversation_takes_auto_too(models, hub_cache, costs):
     assert done.exit_code == 0, done.stderr
     assert "draft: someone/first, K=8" in done.stderr
     assert "draft accepted" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["sample", "chat"])
+def test_who_waits_for_auto_is_shown_what_for(models, hub_cache, costs, shown, command):
+    plant(hub_cache, "someone/first", models / "first")
+    options = [command, str(models / "target"), "--draft-model", "auto", "--max-tokens", "4"]
+    done = CliRunner().invoke(cli, options, input="a\n")
+    assert done.exit_code == 0, done.stderr
+    assert "measuring someone/first, 1 of 1: 384 of 384 tokens" in shown
 
 
 def test_a_cache_of_the_hub_that_cannot_be_read_is_left_out(models, hub_cache, costs):

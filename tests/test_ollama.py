@@ -1,16 +1,21 @@
 """Ollama's API, as Ollama's own Python client sees it, and what its client does not send."""
 
 import json
+import re
+from types import SimpleNamespace
 
+import attrs
 import httpx2 as httpx
 import ollama
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from serving import ServerProcess, wait_for
 
+from posttrainllm.adapters.loading.memory import Forecast
 from posttrainllm.adapters.serve.errors import ApiError
 from posttrainllm.adapters.serve.metrics import ENDPOINTS
 from posttrainllm.adapters.serve.ollama import parse_chat, parse_generate, served_name
+from posttrainllm.adapters.serve.ollama_models import running_model
 from posttrainllm.adapters.serve.settings import ServeSettings
 
 MODEL = "target-16m"
@@ -58,6 +63,29 @@ def test_the_client_finds_the_model(client, server):
     assert shown.parameters == "num_ctx 251"
     assert client.show(f"{MODEL}:latest").modelinfo == shown.modelinfo
     assert server.get("/api/version").json().keys() == {"version"}
+
+
+def test_the_client_finds_the_model_running(client, server):
+    (running,) = client.ps().models
+    (card,) = client.list().models
+    assert running.model == running.name == MODEL
+    assert (running.digest, running.details) == (card.digest, card.details)
+    (weights, caches) = re.search(r"weights ([\d.]+) GB .* caches ([\d.]+) GB", server.log).groups()
+    assert running.size == pytest.approx(1e9 * (float(weights) + float(caches)), abs=1e6)  # the log's, to a MB
+    assert running.size > card.size  # which is the target alone, on file
+    assert running.size_vram in (0, running.size)
+    device = server.get("/v1/models").json()["data"][0]["device"]
+    assert (running.size_vram == 0) == (device == "cpu")
+    assert running.context_length == 251
+    assert running.expires_at.year > 2200  # more than 20 years ahead are "Forever" to `ollama ps`
+
+
+@pytest.mark.parametrize(("device", "share"), [("cpu", 0), ("gpu", 1)])
+def test_what_runs_on_a_gpu_is_in_its_memory_and_on_a_cpu_nothing_is(embedded_pair, device, share):
+    forecast = Forecast(weights=(700, 50), kv=(20, 5), rows=3, capacity=64, free=None)
+    pair = attrs.evolve(embedded_pair, runtime=attrs.evolve(embedded_pair.runtime, device=device))
+    found = running_model(SETTINGS, SimpleNamespace(pair=pair, forecast=forecast))
+    assert (found["size"], found["size_vram"]) == (850, 850 * share)  # with the row that a prompt is read into
 
 
 def test_a_chat_is_that_of_openai_s_api_whole_and_in_lines(client, server):
@@ -191,7 +219,12 @@ def test_an_error_names_the_field_that_was_sent_not_ours(server, endpoint, chang
 
 @pytest.mark.parametrize(
     ("method", "path", "status"),
-    [("GET", "/api/ps", 404), ("POST", "/api/pull", 404), ("DELETE", "/api/delete", 404), ("GET", "/api/chat", 405)],
+    [
+        ("GET", "/api/rows", 404),
+        ("POST", "/api/pull", 404),
+        ("DELETE", "/api/delete", 404),
+        ("GET", "/api/chat", 405),
+    ],
 )
 def test_a_path_that_is_not_there_is_refused_as_ollama_does(server, method, path, status):
     refused = httpx.request(method, f"{server.url}{path}")

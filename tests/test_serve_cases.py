@@ -731,9 +731,42 @@ def test_another_model_gets_404(server, path):
     assert server.post(path, {**body, "model": "target-16m"}).status_code == 200
 
 
-@pytest.mark.parametrize("path", ["/v1/models/gpt-9", "/v1/models/", "/v1/embeddings", "/", "/v1", "/v1/a%0Ab", "//"])
+@pytest.mark.parametrize("path", ["/v1/models/gpt-9", "/v1/models/", "/v1/embeddings", "/v1", "/v1/a%0Ab", "//"])
 def test_a_path_or_a_model_that_is_not_there_gets_404(server, path):
     assert_refused(server.get(path), 404)
+
+
+def answer_of(server, method, target, body=b""):
+    """The status and the body of the answer to what no client of HTTP would send."""
+    lines = {"host": "x", "connection": "close", "content-type": "application/json", "content-length": len(body)}
+    start = f"{method} {target} HTTP/1.1\r\n" + "".join(
+        f"{name}: {value}\r\n" for name, value in {**server.headers, **lines}.items()
+    )
+    head, _, said = server.raw(f"{start}\r\n".encode() + body).partition(b"\r\n\r\n")
+    return int(head.split()[1]), said
+
+
+@pytest.mark.parametrize("before", ["http://127.0.0.1:80", "HTTP://proxy.example", "https://[::1]:8090", "http://a@b"])
+@pytest.mark.parametrize(
+    "path", ["/health", "/v1/models", "/v1/models/target%2D16m?x=http://y/z", "/", "", "?x=1", "/api/no"]
+)
+def test_a_whole_uri_is_the_path_in_it(server, before, path):
+    found = answer_of(server, "GET", before + path)
+    expected = answer_of(server, "GET", path if path.startswith("/") else f"/{path}")
+    assert found == expected
+    assert found[0] == (404 if path == "/api/no" else 200)
+
+
+def test_what_is_neither_a_path_nor_a_uri_of_http_gets_404(server):
+    for target in ("health", "ftp://x/health", "http:///health", "http:/x/health", "/http://x/health", "x://y"):
+        assert answer_of(server, "GET", target)[0] == 404
+
+
+def test_the_log_has_the_path_alone_of_a_whole_uri(server):
+    for path, status in ((COMPLETIONS, 200), ("/v1/nothing", 404)):
+        body, before = json.dumps(PLAIN).encode(), len(server.log)
+        assert answer_of(server, "POST", f"http://user:zanzibar@proxy.example{path}", body)[0] == status
+        assert re.search(rf" INFO {path} (cmpl|req)-", server.log[before:])
 
 
 def test_another_method_gets_405_with_those_that_work(server):
@@ -778,11 +811,13 @@ def test_pages_of_an_allowed_origin_may_read_answers_and_others_not(server):
 
 
 def test_a_browser_may_ask_first_and_needs_no_key_for_that(server):
-    asked = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
+    wanted = {"access-control-request-headers": "authorization,content-type"}
     for origin, status in (("https://app.example", 200), ("https://evil.example", 400)):
-        answer = httpx.options(f"{server.url}{CHAT}", headers={"origin": origin, **asked})
-        assert answer.status_code == status
-        assert ("access-control-allow-origin" in answer.headers) == (status == 200)
+        for method, path in (("POST", CHAT), ("HEAD", "/v1/models")):
+            asked = {"origin": origin, "access-control-request-method": method, **wanted}
+            answer = httpx.options(f"{server.url}{path}", headers=asked)
+            assert answer.status_code == status
+            assert ("access-control-allow-origin" in answer.headers) == (status == 200)
 
 
 # the log

@@ -5,20 +5,24 @@ import errno
 import logging
 import socket
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, asynccontextmanager
 
 import pytest
 import uvicorn
 
 from posttrainllm.adapters.serve import entrance
-from posttrainllm.adapters.serve.doors import DoorLimits, Doors, guarded_protocol
+from posttrainllm.adapters.serve.connection import guarded_protocol
+from posttrainllm.adapters.serve.doors import DoorLimits, Doors
 
 
 class Places:
     """Places that a test gives and takes."""
 
     def __init__(self, places):
-        self.places = places
+        self.places, self.asked = places, 0
+
+    def make_room(self, count):
+        self.asked += count
 
 
 class Listener:
@@ -47,17 +51,20 @@ class Guest(asyncio.Protocol):
 
 
 async def taken(clients, places, *, failures=0, more=0):
-    """How many of so many clients are taken with so many places, and how many once there are more."""
+    """How many are taken with so many places, how many once there are more, and how many others had to go for them."""
     doors, counts = Places(places), []
     with ExitStack() as kept, socket.create_server(("127.0.0.1", 0), backlog=clients) as listener:
         door = entrance._Entrance(Listener(listener, failures), lambda: Guest(doors), doors)
         guests = [kept.enter_context(socket.create_connection(listener.getsockname())) for _ in range(clients)]
         for given in (0, more):
             doors.places += given
-            await asyncio.sleep(0.2)
+            deadline = time.monotonic() + 10
+            while doors.places and sum(map(is_in, guests)) < clients and time.monotonic() < deadline:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.1)  # in which no more may come
             counts.append(sum(map(is_in, guests)))
         door.close()
-    return counts
+    return [*counts, doors.asked]
 
 
 def is_in(guest):
@@ -70,17 +77,17 @@ def is_in(guest):
 
 @pytest.mark.parametrize("places", [0, 1, 64, 150])
 def test_no_more_are_taken_than_there_are_places_and_the_others_once_there_are(places):
-    assert asyncio.run(taken(200, places, more=200 - places)) == [places, 200]
+    assert asyncio.run(taken(200, places, more=200 - places)) == [places, 200, 0]
 
 
 def test_all_are_taken_where_there_are_places():
-    assert asyncio.run(taken(200, 500)) == [200, 200]
+    assert asyncio.run(taken(200, 500)) == [200, 200, 0]
 
 
 def test_where_the_system_has_no_file_for_a_client_one_line_says_so_and_it_is_taken_later(monkeypatch, caplog):
     monkeypatch.setattr(entrance, "_FAILED_S", 0.02)
     with caplog.at_level(logging.WARNING, "posttrainllm"):
-        assert asyncio.run(taken(10, 20, failures=5)) == [10, 10]
+        assert asyncio.run(taken(10, 20, failures=5)) == [10, 10, 5]  # five asked to go
     assert [record.getMessage() for record in caplog.records] == [
         "cannot take another connection: Too many open files; the next try is in 0.02 s"
     ]
@@ -91,25 +98,37 @@ async def silent_app(scope, receive, send):
     await send({"type": "http.response.body", "body": b""})
 
 
-async def heard_after_a_look(limits, said, *, clients):
-    """What each of so many clients hears that say something while the loop is busy, which then looks at once."""
+async def long_app(scope, receive, send):
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": bytes(50_000_000)})  # more than the system holds for a client
+
+
+@asynccontextmanager
+async def let_in(app, limits, *, clients):
+    """A server's doors and the sockets of its clients, which are all in."""
     doors = Doors(limits)
-    with socket.create_server(("127.0.0.1", 0)) as listener, ExitStack() as kept:
-        config = uvicorn.Config(silent_app, http=guarded_protocol(doors), lifespan="off", ws="none", log_config=None)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        config = uvicorn.Config(app, http=guarded_protocol(doors), lifespan="off", ws="none", log_config=None)
         server = entrance.GuardedServer(config, doors, listener)
         serving = asyncio.create_task(server.serve())
-        guests = [kept.enter_context(socket.create_connection(listener.getsockname())) for _ in range(clients)]
-        while len(doors) < clients:
-            await asyncio.sleep(0.001)
+        with ExitStack() as kept:
+            guests = [kept.enter_context(socket.create_connection(listener.getsockname())) for _ in range(clients)]
+            while len(doors) < clients:
+                await asyncio.sleep(0.001)
+            yield doors, guests
+        server.should_exit = True
+        await serving
+
+
+async def heard_after_a_look(limits, said, *, clients):
+    """What each of so many clients hears that say something while the loop is busy, which then looks at once."""
+    async with let_in(silent_app, limits, clients=clients) as (doors, guests):
         doors._look()  # begins the clocks
         time.sleep(1.1 if limits.header_s == 1 else 0.1)
         for guest in guests:
             guest.sendall(said)
         doors._look()
-        heard = await asyncio.gather(*(asyncio.to_thread(receive, guest) for guest in guests))
-        server.should_exit = True
-        await serving
-    return heard
+        return await asyncio.gather(*(asyncio.to_thread(receive, guest) for guest in guests))
 
 
 def receive(guest):
@@ -135,3 +154,18 @@ def test_whose_request_has_come_is_answered_though_a_busy_loop_has_not_read_it(l
 )
 def test_who_has_sent_nothing_is_cut(limits, heard):
     assert sorted(asyncio.run(heard_after_a_look(limits, b"", clients=4))) == heard
+
+
+async def left_of_those_that_do_not_read(*, clients, places):
+    async with let_in(long_app, DoorLimits(connections=places), clients=clients) as (doors, guests):
+        for guest in guests:
+            guest.sendall(b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        await asyncio.sleep(0.3)
+        for guest in guests:
+            guest.sendall(b"x")  # which nobody will read
+        await asyncio.sleep(1.5)
+        return len(doors)
+
+
+def test_who_does_not_read_makes_room_though_he_has_sent_more():
+    assert asyncio.run(left_of_those_that_do_not_read(clients=6, places=4)) == 4

@@ -190,3 +190,12 @@ def test_what_is_no_http_is_told_so_in_json(server):
     told = heard(opened(server, b"\xff\xfe no HTTP\r\n\r\n"))
     assert told.startswith(b"HTTP/1.1 400 ")
     assert b'"message": "no HTTP request' in told
+    assert "Invalid HTTP" not in server.log  # anybody could fill a disk with it
+
+
+def test_a_server_that_may_be_full_of_good_requests_says_so_at_its_start(tmp_path):
+    with ServerProcess(tmp_path, *OPTIONS, "--max-connections", "2", "--queue", "2") as server:
+        assert "4 connections at most are let in, and 4 requests may be answered or wait" in server.log
+    (tmp_path / "other").mkdir()
+    with ServerProcess(tmp_path / "other", *OPTIONS, "--max-connections", "2", "--queue", "1") as server:
+        assert "are let in" not in server.log

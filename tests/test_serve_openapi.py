@@ -95,6 +95,36 @@ def test_what_is_said_to_want_the_key_wants_it(server):
             assert (status == 401) == ("security" in operation), path
 
 
+@pytest.mark.parametrize("keyed", [True, False], ids=["with the key", "without"])
+@pytest.mark.parametrize("path", [path for path in DOCUMENT["paths"] if "get" in DOCUMENT["paths"][path]])
+def test_head_is_answered_with_the_status_and_the_headers_of_get_and_no_body(server, session, path, keyed):
+    path = path.replace("{name}", "target-16m")
+    key = server.headers if keyed else {}
+    expected = session.get(f"{server.url}{path}", headers=key)
+    varies = {"date"}
+    if not keyed and expected.status_code == 401:
+        varies.add("x-request-id")
+    if keyed and path == "/metrics":  # which has other numbers every time
+        varies.add("content-length")
+    status, headers, body = head(server, path, key)
+    assert status == expected.status_code
+    assert headers.keys() == {name.lower() for name in expected.headers} | {"connection"}  # "close", as was asked
+    for name in headers.keys() - varies - {"connection"}:
+        assert headers[name] == expected.headers[name], name
+    assert int(headers["content-length"]) > 0
+    assert body == b""
+
+
+def head(server, path, headers):
+    """Status, headers, and every byte behind them: a client of HTTP would not look at those."""
+    lines = {"host": "x", "connection": "close", **headers}
+    asked = f"HEAD {path} HTTP/1.1\r\n" + "".join(f"{name}: {value}\r\n" for name, value in lines.items())
+    start, _, body = server.raw(f"{asked}\r\n".encode()).partition(b"\r\n\r\n")
+    first, *rest = start.decode().split("\r\n")
+    found = (line.split(": ", 1) for line in rest)
+    return int(first.split()[1]), {name.lower(): value for name, value in found}, body
+
+
 def within(schema):
     """A schema that may name the document's others."""
     return {**schema, "components": DOCUMENT["components"]}

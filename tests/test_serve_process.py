@@ -90,6 +90,8 @@ def test_an_engine_that_fails_fails_everybody_turns_health_and_ends_the_process(
         health = server.get("/health")
         assert health.status_code == 503
         assert health.json()["status"] == "error"
+        root = server.get("/")
+        assert (root.status_code, root.text) == (503, "the engine failed; the server is going down\n")
         assert server.post(COMPLETIONS, body).status_code == 500
         assert server.process.wait(60) == 1
         assert "the device is gone" in server.log
@@ -229,6 +231,26 @@ def test_whoever_is_not_answered_when_the_server_stops_is_told_so(tmp_path, sign
             assert waiting.result().status_code == 503
             assert waiting.result().json()["error"]["code"] == "shutting_down"
         assert server.process.wait(60) == 0
+        assert "Traceback" not in server.log
+
+
+ELSEWHERE = f"""
+{START}
+import signal
+from posttrainllm.adapters.serve import lifecycle
+whole = lifecycle._announce
+def announce(*values):
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    whole(*values)
+lifecycle._announce = announce
+{MAIN}
+"""
+
+
+def test_a_signal_that_does_not_wake_the_engines_thread_stops_an_idle_server_too(tmp_path):
+    """Another thread gets it here; one that comes an instruction before that thread sleeps does not wake it either."""
+    with ServerProcess(tmp_path, *NO_GATE, program=ELSEWHERE) as server:
+        assert server.stop() == 0
         assert "Traceback" not in server.log
 
 

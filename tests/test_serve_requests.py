@@ -11,10 +11,11 @@ from starlette.requests import Request
 from posttrainllm.adapters.params import SamplingParams
 from posttrainllm.adapters.result import Chunk, Timings, TokenLogprobs, Usage
 from posttrainllm.adapters.serve.answers import events
-from posttrainllm.adapters.serve.app import _Api
+from posttrainllm.adapters.serve.app import make_app
 from posttrainllm.adapters.serve.body import parse_object, read_body
 from posttrainllm.adapters.serve.errors import ApiError, as_api_error, one_line
 from posttrainllm.adapters.serve.formats import ChatFormat, CompletionFormat
+from posttrainllm.adapters.serve.guard import Guard
 from posttrainllm.adapters.serve.jobs import Outcome, Update
 from posttrainllm.adapters.serve.logprobs import completion_logprobs
 from posttrainllm.adapters.serve.prepare import Choice, Work, prepare_chat, prepare_completion
@@ -244,11 +245,11 @@ def test_the_key_is_in_no_description_of_the_settings():
 
 @pytest.mark.parametrize("key", ["plain", "with a space", "clé 🔑"])
 def test_a_key_is_compared_byte_for_byte(key):
-    api = _Api(None, attrs.evolve(SETTINGS, api_key=key))
+    guard = Guard(None, key)
 
     def asked(value):
         headers = {"authorization": value.encode().decode("latin-1")}
-        return api._check_key(request_of([], **headers))
+        return guard.check_key(request_of([], **headers))
 
     for value in (f"Bearer {key}", f"bearer {key}", f"Bearer  {key} "):
         asked(value)
@@ -282,6 +283,21 @@ def test_what_a_client_wrote_is_one_line_of_printable_text():
     assert text.startswith("a\\nb\\x1b[31m\\u2028\\ud800\\U000e0001é🥞ccc")
     assert text.isprintable()
     assert len(text) < 1000
+
+
+@pytest.mark.parametrize("target", ["/api/version", "http://proxy.example/api/version"])
+def test_a_fault_of_ours_has_the_shape_of_its_path_whatever_the_target(target):
+    """There is no scheduler to ask for the version."""
+    app, sent = make_app(None, attrs.evolve(SETTINGS, api_key=None)), []
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {**request_of([], host="x").scope, "method": "GET", "path": target, "raw_path": target.encode()}
+    with pytest.raises(AttributeError):  # for the log
+        asyncio.run(app(scope, request_of([]).receive, send))
+    assert sent[0]["status"] == 500
+    assert json.loads(sent[1]["body"]) == {"error": "an error inside the server; its log says more"}
 
 
 # answers

@@ -206,7 +206,11 @@ def test_the_references_are_plain_decoding_at_the_width_of_the_verification():
         (("--plot", "x.pdf"), "--plot: got 'x.pdf', expected a file name that ends in .png"),
         (("--plot", "/nowhere/x.png"), "--plot: /nowhere/x.png: No such file"),
         (("--plot", "/proc/x.png"), "--plot: /proc/x.png: No such file"),
-        (("--prompt-tokens", "300", "--max-tokens", "30"), "expected at most"),
+        (
+            ("--prompt-tokens", "300", "--max-tokens", "30"),
+            "--prompt-tokens: got 300, expected no more than ",
+        ),
+        (("--repeats", "400", "--max-tokens", "30"), "--repeats: got 400, expected at most "),
     ],
 )
 def test_bad_options_are_one_line(arguments, message):

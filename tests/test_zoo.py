@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import random
+import re
 import time
 from types import SimpleNamespace
 
@@ -16,13 +17,14 @@ from click.testing import CliRunner
 from tokenizers import Tokenizer
 
 from posttrainllm.adapters.loading.pair import embedded_path, load_pair
+from posttrainllm.evals.counting import repeated_share
 from posttrainllm.evals.zoo import trainer as trainer_module
-from posttrainllm.evals.zoo.batches import Batches, Prefetch
+from posttrainllm.evals.zoo.batches import Batches, Prefetch, repeats
 from posttrainllm.evals.zoo.checkpoint import last_checkpoint, load_checkpoint
 from posttrainllm.evals.zoo.command import zoo
 from posttrainllm.evals.zoo.data import read_corpus, training_ids
 from posttrainllm.evals.zoo.evaluate import held_out_scores
-from posttrainllm.evals.zoo.model import divergences, load_any
+from posttrainllm.evals.zoo.model import divergences, load_any, losses, unlikelihood
 from posttrainllm.evals.zoo.optimizer import apply_updates, clip, first_moments, step_scalars
 from posttrainllm.evals.zoo.output import write_model
 from posttrainllm.evals.zoo.presets import PRESETS
@@ -119,9 +121,16 @@ def test_muon_learns_it_too(cycle, tmp_path):
     assert record["held_out"]["p code"]["nats_per_token"] < 0.5
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_a_run_that_was_stopped_and_resumed_is_the_unbroken_run_bit_for_bit(cycle, tmp_path, monkeypatch, optimizer):
-    options = ("--steps", "6", "--accumulate", "2", "--optimizer", optimizer, "--log-every", "1")
+@pytest.mark.parametrize("kind", ["adamw", "muon", "unlikelihood"])
+def test_a_run_that_was_stopped_and_resumed_is_the_unbroken_run_bit_for_bit(
+    cycle, trained, tmp_path, monkeypatch, kind
+):
+    options = ("--steps", "6", "--accumulate", "2", "--log-every", "1")
+    if kind == "unlikelihood":  # step 3 is between two writings
+        more = ("--unlikelihood", "0.5", "--on-policy-rows", "8", "--rewrite-every", "2")
+        options += ("--init", trained, *more)
+    else:
+        options += ("--optimizer", kind)
     train(cycle, tmp_path / "whole", *options)
     steps = trainer_module.Trainer._one_step
 
@@ -276,14 +285,60 @@ def test_the_rate_rises_then_falls_to_a_remainder_and_is_never_zero():
     assert min(rates) > 0
 
 
+def test_repeats_are_the_tokens_that_end_a_run_of_four_that_was_there_before():
+    text = np.array([[1, 2, 3, 4, 5, 1, 2, 3, 4, 5, 6, 1, 2, 3, 9]])
+    assert np.flatnonzero(repeats(text)[0]).tolist() == [7, 8]  # tokens 8 and 9: 1 2 3 4 and 2 3 4 5 again
+    assert repeats(text, 2)[0].sum() == 6
+    assert repeated_share(text.tolist()) == 2 / 12
+
+
+def test_unlikelihood_is_the_mean_cost_of_the_counted_tokens():
+    logits = mx.log(mx.array([[[0.75, 0.25], [0.5, 0.5], [0.25, 0.75]]]))
+    targets, counted = mx.array([[0, 1, 0]]), mx.array([[True, False, True]])
+    expected = -(math.log(0.25) + math.log(0.75)) / 2
+    assert unlikelihood(logits, targets, counted).item() == pytest.approx(expected, rel=1e-5)
+    assert unlikelihood(logits, targets, mx.zeros((1, 3), dtype=mx.bool_)).item() == 0
+    certain = mx.array([[[100.0, -100.0]]])
+    slopes = mx.grad(lambda values: unlikelihood(values, mx.array([[0]]), mx.array([[True]])))(certain)
+    assert mx.isfinite(slopes).all().item()
+
+
+def test_what_ends_a_repeated_run_of_its_own_text_becomes_unlikely(trained, cycle, tmp_path):
+    options = ("--steps", "8", "--learning-rate", "3e-3", "--unlikelihood", "1", "--on-policy-rows", "8")
+    assert "--init" in train(cycle, tmp_path / "alone", *options, code=2)
+    train(cycle, tmp_path / "unlearnt", *options, "--init", trained)
+    (file,) = (tmp_path / "unlearnt").glob("on_policy-*.npy")
+    texts = np.load(file)
+    counted = repeats(texts)
+    assert counted.any(axis=1).all()  # 33 tokens of a cycle of 26
+    tokens = mx.array(texts.astype(np.int32))
+    chances = []
+    for folder in (trained, tmp_path / "unlearnt"):
+        nats = losses(load_any(folder, mx.float32)(tokens[:, :-1]), tokens[:, 1:])
+        chances.append(np.exp(-np.array(nats))[counted].mean())
+    assert chances[0] > 0.5
+    assert chances[1] < 0.1 * chances[0]
+
+
+def test_unlearning_ends_where_few_enough_runs_are_repeated(trained, cycle, tmp_path):
+    options = ("--init", trained, "--unlikelihood", "1", "--on-policy-rows", "8", "--rewrite-every", "2")
+    output = train(
+        cycle, tmp_path / "run", *options, "--steps", "500", "--learning-rate", "3e-3", "--until-repeated", "0.05"
+    )
+    shares = [float(share) for share in re.findall(r"([\d.]+)% end a run", output)]
+    assert len(shares) > 1
+    assert min(shares[:-1]) > 5 >= shares[-1]
+    assert json.loads((tmp_path / "run" / "TRAINING.json").read_text())["steps"] == 2 * (len(shares) - 1)
+
+
 def test_batches_take_every_window_once_an_epoch_and_any_number_alone():
     batches = Batches(ids=np.arange(65, dtype=np.uint16), rows=3, sequence=8, seed=2)
-    windows = np.concatenate([batches.batch(number) for number in range(7)])  # 3 epochs of 7 windows
+    windows = np.concatenate([batches.batch(number).tokens for number in range(7)])  # 3 epochs of 7 windows
     assert len({row[0] for row in windows[:7]}) == 7
     assert (np.diff(windows, axis=1) == 1).all()
     with Prefetch(batches, 4) as prefetch:
-        assert (prefetch.take() == batches.batch(4)).all()
-        assert (prefetch.take() == batches.batch(5)).all()
+        assert (prefetch.take().tokens == batches.batch(4).tokens).all()
+        assert (prefetch.take().tokens == batches.batch(5).tokens).all()
 
 
 def test_prose_has_the_share_that_is_asked_for_and_leaves_out_no_window():
@@ -291,7 +346,7 @@ def test_prose_has_the_share_that_is_asked_for_and_leaves_out_no_window():
     batches = Batches(ids=code, prose=prose, prose_share=0.25, rows=4, sequence=8, seed=2)
     for share, expected in ((0.25, [7, 21]), (1.0, [28, 0]), (0.0, [0, 28])):
         batches = attrs.evolve(batches, prose_share=share)
-        first = np.concatenate([batches.batch(number)[:, 0] for number in range(7)])
+        first = np.concatenate([batches.batch(number).tokens[:, 0] for number in range(7)])
         assert [(first >= 100).sum(), (first < 100).sum()] == expected
     assert len(set(first[:7])) == 7  # an epoch of the code alone
 

@@ -9,18 +9,9 @@ import click
 
 from posttrainllm.adapters.chat.conversation import Conversation
 from posttrainllm.adapters.draft_length import DraftLength
-from posttrainllm.adapters.gate.heed import unless_broken
-from posttrainllm.adapters.loading.changes import ModelChanges
 from posttrainllm.adapters.loading.pair import Pair
-from posttrainllm.adapters.match.auto import load_chosen, say
-from posttrainllm.adapters.options import (
-    chat_options,
-    check_system,
-    draft_options,
-    model_options,
-    parse_template_args,
-    sampling_options,
-)
+from posttrainllm.adapters.options import chat_options, check_system, parse_template_args, sampling_options
+from posttrainllm.adapters.pair_options import PairOptions, pair_options
 from posttrainllm.adapters.params import SamplingParams
 from posttrainllm.kernel.errors import PosttrainllmError, UsageError
 
@@ -33,20 +24,13 @@ _HELP = "/reset forgets the conversation, /exit (or Ctrl-D) leaves, Ctrl-C stops
 
 
 @click.command()
-@model_options()
-@draft_options()
+@pair_options()
 @chat_options()
 @sampling_options(max_tokens=512)
 @click.option("--quiet", is_flag=True, help="Print no statistics after a reply.")
 def chat(
     *,
-    model: str | None,
-    draft_model: str | None,
-    no_draft: bool,
-    draft_k: DraftLength,
-    dtype: str,
-    forward: str,
-    changes: ModelChanges,
+    named: PairOptions,
     system: str | None,
     chat_template_args: str | None,
     quiet: bool,
@@ -62,18 +46,7 @@ def chat(
     conversation = Conversation(system=system, template_args=parse_template_args(chat_template_args))
     if sys.stdin is None:
         raise UsageError("got no standard input, expected a terminal or lines of text")
-    pair, draft_k = load_chosen(
-        model,
-        draft_model,
-        speculate=not no_draft,
-        dtype=dtype,
-        forward=forward,
-        changes=changes,
-        draft_k=draft_k,
-        say=say,
-        tell=None if quiet else say,
-    )
-    pair = unless_broken(pair, draft_k.on(pair.runtime.device))
+    pair, draft_k = named.load(quiet=quiet, shown=not quiet)
     if not pair.tokenizer.has_chat_template:
         click.echo("warning: the checkpoint has no chat template; a plain User/Assistant one is used", err=True)
     session = _Session(conversation, pair, params, draft_k=draft_k, quiet=quiet)

@@ -7,12 +7,12 @@ against the file's size.
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from posttrainllm.adapters.loading.config_values import check_sizes, context_of
 from posttrainllm.adapters.loading.gguf_types import is_gguf
 from posttrainllm.adapters.loading.safetensors_header import read_tensor_entries
 from posttrainllm.adapters.loading.tinygpt_header import TinyGptHeader, is_tinygpt, read_header
@@ -24,11 +24,6 @@ if TYPE_CHECKING:  # it imports numpy, and --help must not
 
 __all__ = ["Checkpoint", "read_checkpoint", "read_json", "readable"]
 
-_MOST_POSITIONS = 2**30  # lengths are int32, and sums of two of them must be, too
-# newest name first; the others are those of GPT-2 and its time
-_CONTEXT_FIELDS = ("max_position_embeddings", "n_positions", "n_ctx", "seq_length")
-# of single families, looked for where no part of the config has one of the above
-_RARE_FIELDS = ("max_seq_len", "max_sequence_length", "max_context_length", "model_max_length", "block_size")
 _FLOATS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
@@ -71,7 +66,10 @@ def readable(path: Path, problem: str) -> Iterator[None]:
     except PosttrainllmError:
         raise
     except Exception as error:
-        raise CheckpointError(f"{path}: {problem}: {type(error).__name__}: {collapsed(error, 300)}") from None
+        reason = f"{type(error).__name__}: {collapsed(error, 300)}"
+        if isinstance(error, OSError) and error.filename is not None:
+            reason = f"{error.filename}: {error.strerror}"
+        raise CheckpointError(f"{path}: {problem}: {reason}") from None
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
@@ -113,7 +111,7 @@ def _read_checkpoint(path: Path) -> Checkpoint:
         tensors += len(entries)
         for entry in entries:
             by_dtype[entry.dtype] = by_dtype.get(entry.dtype, 0) + entry.nbytes
-    _check_layers(path, config, tensors)
+    check_sizes(path, config, tensors)
     floats = {name: by_dtype[code] for code, name in _FLOATS.items() if code in by_dtype}
     if not floats:
         raise CheckpointError(f"{path}: got tensors of {sorted(by_dtype)}, expected some of {sorted(_FLOATS)}")
@@ -122,7 +120,7 @@ def _read_checkpoint(path: Path) -> Checkpoint:
         config=config,
         weight_bytes=sum(by_dtype.values()),
         dtype=max(floats, key=lambda name: floats[name]),
-        context=_context(path, config),
+        context=context_of(path, config),
         quantized="quantization" in config or "quantization_config" in config,
         float_bytes=floats,
     )
@@ -177,7 +175,8 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: cannot be read: {error}") from None
+        reason = getattr(error, "strerror", None) or error
+        raise CheckpointError(f"{path}: cannot be read: {reason}") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: got {type(value).__name__}, expected an object")
     return value
@@ -200,35 +199,3 @@ def _weight_files(path: Path) -> list[Path]:
         if not file.is_file():
             raise CheckpointError(f"{file}: got something that is no file (a broken link?), expected weights")
     return files
-
-
-def _check_layers(path: Path, config: dict[str, Any], tensors: int) -> None:
-    """Refuse more layers than there are tensors: building them all would take the machine's memory before it fails."""
-    nested = config.get("text_config")
-    for scope in (config, nested if isinstance(nested, dict) else {}):
-        layers = scope.get("num_hidden_layers")
-        if isinstance(layers, (int, float)) and layers > tensors:
-            raise CheckpointError(
-                f"{path}/config.json: num_hidden_layers: got {layers!r:.100}, expected at most {tensors}, one a tensor"
-            )
-
-
-def _context(path: Path, config: dict[str, Any]) -> int | None:
-    nested = config.get("text_config")
-    scopes = (config, nested if isinstance(nested, dict) else {})
-    for scope, name in (*product(scopes, _CONTEXT_FIELDS), *product(scopes, _RARE_FIELDS)):
-        if scope.get(name) is not None:
-            return _checked_context(path, name, scope[name])
-    if isinstance(nested, dict):  # such configs leave out what transformers' own classes have as default
-        from transformers import AutoConfig
-
-        inner = AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config()
-        value = getattr(inner, _CONTEXT_FIELDS[0], None)
-        return None if value is None else _checked_context(path, _CONTEXT_FIELDS[0], value)
-    return None
-
-
-def _checked_context(path: Path, name: str, value: Any) -> int:
-    if not isinstance(value, int) or value < 2:
-        raise CheckpointError(f"{path}/config.json: {name}: got {value!r:.100}, expected a whole number from 2 up")
-    return min(value, _MOST_POSITIONS)

@@ -41,7 +41,8 @@ def new_directory(out: Path) -> Iterator[Path]:
             yield made
             made.replace(out)  # an empty directory may be replaced
     except (OSError, RuntimeError) as error:  # the second is MLX's, of a full disk
-        raise CheckpointError(f"{out}: cannot be written: {error}") from None
+        reason = getattr(error, "strerror", None) or error  # without the folder beside it, which is gone
+        raise CheckpointError(f"{out}: cannot be written: {reason}") from None
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

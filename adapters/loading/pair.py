@@ -117,13 +117,13 @@ def load_pair(
         raise UsageError(f"dtype: got {dtype!r}, expected one of {', '.join(DTYPES)}")
     if forward not in FORWARDS:
         raise UsageError(f"forward: got {forward!r}, expected one of {', '.join(FORWARDS)}")
-    for name, path in (("model", model), ("draft-model", draft_model)):
+    for name, path in (("MODEL", model), ("--draft-model", draft_model)):
         if path is not None and (not isinstance(path, (str, Path)) or not str(path)):
-            raise UsageError(f"--{name}: got {path!r}, expected the path of a directory or an id of the hub")
+            raise UsageError(f"{name}: got {path!r}, expected the path of a directory or an id of the hub")
     if draft_model == AUTO:  # whoever can choose one has done so before
         raise UsageError(f"--draft-model: got {AUTO!r}, expected a model: `posttrainllm match` says which one pays")
     if draft_model is not None and not speculate:
-        raise UsageError("got both a draft model and no speculation, expected one of them")
+        raise UsageError("got both a draft model and --no-draft (speculate=False), expected one of them")
     if draft_model is None and model is None and speculate:
         draft_model = embedded_path(_EMBEDDED_DRAFT)
     changes.check(drafted=draft_model is not None)

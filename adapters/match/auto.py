@@ -57,6 +57,7 @@ def load_chosen(
     context: int | None = None,
     say: Callable[[str], None],
     tell: Callable[[str], None] | None = None,
+    progress: Callable[[str], None] = lambda _: None,
 ) -> tuple[Pair, DraftLength]:
     """Load what the arguments name, as `load_pair` does; "auto" for a draft is the one here that pays best.
 
@@ -72,6 +73,7 @@ def load_chosen(
         context: most tokens of a row; None is that of a short request.
         say: told, one line each, that candidates are measured, and why no draft is taken.
         tell: told which draft is taken; None tells nobody.
+        progress: told what is being done while candidates are measured, a line each time.
 
     Returns:
         The pair, plain where no draft pays, and K.
@@ -80,7 +82,7 @@ def load_chosen(
         PosttrainllmError: see `load_pair`.
     """
     if draft_model == AUTO and not speculate:
-        raise UsageError("got both --draft-model auto and no speculation, expected one of them")
+        raise UsageError("got both --draft-model auto and --no-draft (speculate=False), expected one of them")
     if draft_model != AUTO:
         pair = load_pair(model, draft_model, speculate=speculate, dtype=dtype, forward=forward, changes=changes)
         return pair, draft_k
@@ -91,7 +93,16 @@ def load_chosen(
     from posttrainllm.adapters.match.measure import Setting
 
     setting = Setting(rows=rows, context=context, draft_k=draft_k)
-    search = Search(pair=pair, setting=setting, dtype=dtype, forward=forward, changes=changes, most=MOST, say=say)
+    search = Search(
+        pair=pair,
+        setting=setting,
+        dtype=dtype,
+        forward=forward,
+        changes=changes,
+        most=MOST,
+        say=say,
+        progress=progress,
+    )
     decision = search.decide(local_models(say))
     winner, reason = decision.winner, decision.reason
     if winner is not None and winner.measured is not None:

@@ -5,9 +5,11 @@ from typing import Any
 
 import click
 
+from posttrainllm.adapters.change_options import change_options
+from posttrainllm.adapters.checks import check_not_empty
+from posttrainllm.adapters.loading.changes import ModelChanges
 from posttrainllm.adapters.loading.pair import DTYPES, FORWARDS, Pair, load_pair
-from posttrainllm.adapters.status_line import status_line
-from posttrainllm.kernel.errors import UsageError
+from posttrainllm.adapters.status_line import status_line, writer
 
 __all__ = ["match"]
 
@@ -23,10 +25,18 @@ __all__ = ["match"]
 )
 @click.option("--dtype", type=click.Choice(DTYPES), default="auto", show_default=True, help="As in `sample`.")
 @click.option("--forward", type=click.Choice(FORWARDS), default="auto", show_default=True, help="As in `sample`.")
+@change_options(drafted=False)
 @click.option("--fresh", is_flag=True, help="Measure although the results are on file.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def match(
-    *, model: str | None, candidates: tuple[str, ...], dtype: str, forward: str, fresh: bool, as_json: bool
+    *,
+    model: str | None,
+    candidates: tuple[str, ...],
+    dtype: str,
+    forward: str,
+    changes: ModelChanges,
+    fresh: bool,
+    as_json: bool,
 ) -> None:
     """Find the draft that makes TARGET fastest on this machine, or say that none does.
 
@@ -36,11 +46,11 @@ def match(
     """
     from posttrainllm.adapters.loading.found import models_in
 
-    if any(not folder for folder in candidates):
-        raise UsageError("--candidates: got an empty text, expected a directory of models")
+    for folder in candidates:
+        check_not_empty("--candidates", folder, "a directory of models")
     found = [model for folder in candidates for model in models_in(folder)]
     with status_line() as status:
-        pair = load_pair(model, speculate=False, dtype=dtype, forward=forward)
+        pair = load_pair(model, speculate=False, dtype=dtype, forward=forward, changes=changes)
         from posttrainllm.adapters.match.auto import MOST, local_models, say
         from posttrainllm.adapters.match.decide import Search
         from posttrainllm.adapters.match.measure import Setting
@@ -51,15 +61,16 @@ def match(
             setting=Setting(),
             dtype=dtype,
             forward=forward,
+            changes=changes,
             fresh=fresh,
             most=None if candidates else MOST,
             say=say,
-            progress=lambda name: status.update(f"measuring {name}"),
+            progress=writer(status),
         )
         decision = search.decide(found if candidates else local_models(say))
-    command = command_of(decision, model, dtype=dtype, forward=forward)
+    command = command_of(decision, model, dtype=dtype, forward=forward, changes=changes)
     if not as_json:
-        click.echo("\n".join(table(decision, pair, command)))
+        click.echo("\n".join(table(decision, pair, command, changes)))
         return
     winner = decision.winner
     value = {
@@ -81,6 +92,8 @@ def _setting_of(pair: Pair) -> dict[str, Any]:
     return {
         "target": pair.target.name,
         "dtype": pair.target.dtype,
+        **({} if not pair.adapters else {"adapters": pair.adapters}),
+        **({} if pair.target.packing is None else {"kv_bits": pair.target.packing.bits}),
         "device": runtime.device,
         "device_name": runtime.device_name,
         "blas": runtime.blas,

@@ -48,7 +48,7 @@ class Search:
     say: Callable[[str], None] = lambda _: None
     """Told once that something is measured."""
     progress: Callable[[str], None] = lambda _: None
-    """Told the name of each candidate that is measured."""
+    """Told what is being done, a line each time."""
 
     def decide(self, found: Sequence[FoundModel]) -> Decision:
         """Look at candidates.
@@ -96,6 +96,7 @@ class Search:
 
     def _tokenized(self, candidate: Candidate) -> Candidate:
         """Whether the tokenizers agree; a verdict is kept, since large ones are slow to load."""
+        self.progress(f"comparing the tokenizer of {candidate.name}")
         try:
             checkpoint = read_checkpoint(Path(candidate.path))
             key = {
@@ -140,20 +141,22 @@ class Search:
         if waiting:
             plural = "" if len(waiting) == 1 else "s"
             self.say(f"measuring {len(waiting)} candidate{plural} for a draft, once on this machine")
-        for candidate, key in waiting:
-            self.progress(candidate.name)
-            judged.append(self._measured(candidate, key))
+        for number, (candidate, key) in enumerate(waiting, 1):
+            judged.append(self._measured(candidate, key, f"measuring {candidate.name}, {number} of {len(waiting)}"))
             gc.collect()  # the next one needs its memory
             mx.clear_cache()
         return judged, len(waiting)
 
-    def _measured(self, candidate: Candidate, key: dict[str, Any]) -> Candidate:
+    def _measured(self, candidate: Candidate, key: dict[str, Any], line: str) -> Candidate:
         """Decode with it. What its files make impossible is kept, too; what the machine does is tried again."""
         path = Path(candidate.path)
+        self.progress(line)
         try:
             with readable(path, "cannot be used as a draft"):
                 pair = self._loaded(path, key)
-                measured = measure(pair, self.setting, fresh=self.fresh)
+                measured = measure(
+                    pair, self.setting, fresh=self.fresh, progress=lambda part: self.progress(f"{line}: {part}")
+                )
         except (CapacityError, LoadError, MemoryLimitError) as error:
             return attrs.evolve(candidate, problem=_without(path, error))
         keep(key, attrs.asdict(measured))

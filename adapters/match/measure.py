@@ -4,6 +4,8 @@ Both are of T=0. Proposals are counted on eight prompts of the package, few enou
 only as far as the target judged them: the rate is then that of Leviathan's formula at every K.
 """
 
+from collections.abc import Callable
+
 import attrs
 
 from posttrainllm.adapters.adaptive import choices_up_to
@@ -64,13 +66,16 @@ class Setting:
         return {"shapes": shapes, "prompts": texts, "max_tokens": MAX_TOKENS, "draft_k": _DRAFT_K}
 
 
-def measure(pair: Pair, setting: Setting, *, fresh: bool = False) -> Measured:
+def measure(
+    pair: Pair, setting: Setting, *, fresh: bool = False, progress: Callable[[str], None] = lambda _: None
+) -> Measured:
     """Decode with a draft, and clock its steps.
 
     Args:
         pair: with a draft.
         setting: what it is wanted for.
         fresh: whether to clock steps whose costs are on file, too.
+        progress: told how far it is, in a few words, after each step that is decoded and before steps are clocked.
 
     Returns:
         What was found.
@@ -80,9 +85,10 @@ def measure(pair: Pair, setting: Setting, *, fresh: bool = False) -> Measured:
         MemoryLimitError: the caches cannot fit.
         NonFiniteError: the target's logits are not finite.
     """
-    accepted, proposed, judged = _count(pair)
+    accepted, proposed, judged = _count(pair, progress)
     steps = []
     for shape in setting.shapes(pair):
+        progress(f"clocking steps of width {shape.width}")
         curve = curves_for(pair, shape, ["greedy"], fresh=fresh)["greedy"]
         steps += [
             StepTime(draft_k=draft_k, seconds=curve.of(draft_k), plain_seconds=curve.plain_seconds)
@@ -92,14 +98,21 @@ def measure(pair: Pair, setting: Setting, *, fresh: bool = False) -> Measured:
     return Measured(accepted=accepted, proposed=proposed, judged=judged, steps=tuple(steps))
 
 
-def _count(pair: Pair) -> tuple[int, int, int]:
+def _count(pair: Pair, progress: Callable[[str], None]) -> tuple[int, int, int]:
     """Proposals that stood, all of them, and those that were judged."""
     room = min(_PROMPT_TOKENS + MAX_TOKENS, pair.target.context)
     tokens = min(MAX_TOKENS, room // 2)
     prompts = [pair.tokenizer.encode(prompt.text)[: room - tokens] for prompt in read_prompts(None, PROMPTS)]
     requests = [RowRequest(prompt=ids, limit=len(ids) + tokens, draft_k=_DRAFT_K) for ids in prompts if ids]
     engine = Engine(pair, rows=len(requests), capacity=capacity_for(room, _DRAFT_K + 1), width=_DRAFT_K + 1)
-    steps = [step for run in decode(engine, requests) for step in run]
+    done, total = 0, sum(request.limit - len(request.prompt) for request in requests)
+
+    def advance(emitted: int) -> None:
+        nonlocal done
+        done += emitted
+        progress(f"{done} of {total} tokens")
+
+    steps = [step for run in decode(engine, requests, advance=advance) for step in run]
     accepted = sum(step.accepted for step in steps)
     proposed = sum(step.proposed for step in steps)
     return accepted, proposed, accepted + sum(step.accepted < step.proposed for step in steps)

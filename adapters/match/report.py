@@ -3,6 +3,7 @@
 import shlex
 from collections.abc import Sequence
 
+from posttrainllm.adapters.loading.changes import ModelChanges
 from posttrainllm.adapters.loading.pair import Pair
 from posttrainllm.adapters.match.findings import EQUAL, Candidate, Decision
 from posttrainllm.adapters.match.measure import MAX_TOKENS, PROMPTS
@@ -12,13 +13,14 @@ __all__ = ["command_of", "table"]
 _HEAD = ("candidate", "parameters", "tokenizer", "accept rate", "stands", "K", "step cost", "predicted")
 
 
-def table(decision: Decision, pair: Pair, command: str | None) -> list[str]:
+def table(decision: Decision, pair: Pair, command: str | None, changes: ModelChanges) -> list[str]:
     """The table, and what follows from it.
 
     Args:
         decision: of the candidates.
         pair: the target.
         command: of `command_of`; None where no draft pays.
+        changes: of the target.
 
     Returns:
         Lines.
@@ -30,9 +32,10 @@ def table(decision: Decision, pair: Pair, command: str | None) -> list[str]:
     widths[-1] = max(widths[-1], len(_HEAD[-1]))
     lines = [_line(row, widths) for row in rows] if decision.candidates else []
     runtime = pair.runtime
+    changed = f" {shlex.join(changes.target_options)}" if changes.target_options else ""
     lines.append(
-        f"{pair.target.label}, {runtime.device} ({runtime.device_name}), {pair.target.dtype}; T=0, {PROMPTS} prompts x "
-        f"{MAX_TOKENS} tokens"
+        f"{pair.target.label}{changed}, {runtime.device} ({runtime.device_name}), {pair.target.dtype}; "
+        f"T=0, {PROMPTS} prompts x {MAX_TOKENS} tokens"
     )
     lines.append(
         "accept rate: of 4 proposals a step; stands: a proposal where those before it do; step cost: in plain steps"
@@ -43,7 +46,7 @@ def table(decision: Decision, pair: Pair, command: str | None) -> list[str]:
     return [*lines, f"{winner.name}: predicted {winner.speed_up:.2f} times the speed of plain decoding", f"  {command}"]
 
 
-def command_of(decision: Decision, model: str | None, *, dtype: str, forward: str) -> str | None:
+def command_of(decision: Decision, model: str | None, *, dtype: str, forward: str, changes: ModelChanges) -> str | None:
     """How to decode with the winner.
 
     Args:
@@ -51,6 +54,7 @@ def command_of(decision: Decision, model: str | None, *, dtype: str, forward: st
         model: the target as the user named it; None is the embedded one.
         dtype: as the user gave it.
         forward: as the user gave it.
+        changes: of the target.
 
     Returns:
         A command for a shell; None where no draft pays.
@@ -62,7 +66,7 @@ def command_of(decision: Decision, model: str | None, *, dtype: str, forward: st
     words += ["--draft-k", str(winner.measured.best.draft_k)]
     for name, value in (("--dtype", dtype), ("--forward", forward)):
         words += [] if value == "auto" else [name, value]
-    return shlex.join(words)
+    return shlex.join([*words, *changes.target_options])
 
 
 def _row(candidate: Candidate) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from posttrainllm.adapters.checks import check_not_empty
 from posttrainllm.adapters.status_line import status_line
 from posttrainllm.kernel.errors import TraceError, UsageError
 
@@ -59,6 +60,11 @@ def replay(
 
     if show is not None and (from_step is not None or steps is not None):
         raise UsageError("got --show with --from-step or --steps, expected one or the other")
+    check_not_empty("FILE", file, "a trace")
+    for option, value in (("MODEL", model), ("--draft-model", draft_model)):
+        check_not_empty(option, value, "the path of a directory or an id of the hub")
+    for option, value in (("--adapter-path", adapter_path), ("--draft-adapter-path", draft_adapter_path)):
+        check_not_empty(option, value, "an adapter's directory or an id of the hub")
     trace = read_trace(file)
     _check_range(trace, from_step, steps, show)
     if trace.torn is not None and not as_json:

@@ -8,19 +8,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from posttrainllm.adapters.chat.conversation import Conversation
-from posttrainllm.adapters.draft_length import DraftLength
-from posttrainllm.adapters.gate.heed import unless_broken
-from posttrainllm.adapters.loading.changes import ModelChanges
+from posttrainllm.adapters.checks import check_not_empty
 from posttrainllm.adapters.loading.pair import Pair
-from posttrainllm.adapters.match.auto import load_chosen, say
-from posttrainllm.adapters.options import (
-    chat_options,
-    check_system,
-    draft_options,
-    model_options,
-    parse_template_args,
-    sampling_options,
-)
+from posttrainllm.adapters.options import chat_options, check_system, parse_template_args, sampling_options
+from posttrainllm.adapters.pair_options import PairOptions, pair_options
 from posttrainllm.adapters.params import MAX_DRAFT_K, SamplingParams, check_width
 from posttrainllm.adapters.sample.prompt import read_prompt
 from posttrainllm.adapters.status_line import status_line
@@ -34,8 +25,7 @@ __all__ = ["sample"]
 
 
 @click.command()
-@model_options()
-@draft_options()
+@pair_options()
 @click.option("--prompt", metavar="TEXT", help="The prompt. Default: standard input.")
 @click.option("--prompt-file", metavar="FILE", help="Read the prompt from a UTF-8 file.")
 @click.option("--chat", is_flag=True, help="Wrap the prompt in the checkpoint's chat template.")
@@ -59,19 +49,13 @@ __all__ = ["sample"]
 )
 def sample(
     *,
-    model: str | None,
-    draft_model: str | None,
-    no_draft: bool,
-    draft_k: DraftLength,
+    named: PairOptions,
     prompt: str | None,
     prompt_file: str | None,
     chat: bool,
     system: str | None,
     chat_template_args: str | None,
     plain_width: int | None,
-    dtype: str,
-    forward: str,
-    changes: ModelChanges,
     record: str | None,
     as_json: bool,
     quiet: bool,
@@ -83,26 +67,16 @@ def sample(
     No MODEL: the embedded pair. A draft alone: the embedded target. MODEL alone: plain decoding.
     """
     params = SamplingParams.from_options(options)
-    plain = no_draft or (model is not None and draft_model is None)
-    _check_plain_width(plain_width, plain)
+    _check_plain_width(plain_width, named.plain)
     check_system(system)
     template_args = parse_template_args(chat_template_args)
     if not chat and (system is not None or chat_template_args is not None):
         raise UsageError("--system and --chat-template-args: got them without --chat, expected --chat beside them")
+    check_not_empty("--record", record, "a file to write")
     text = read_prompt(prompt, prompt_file)
-    with status_line(enabled=not (quiet or as_json)) as status:
-        pair, draft_k = load_chosen(
-            model,
-            draft_model,
-            speculate=not no_draft,
-            dtype=dtype,
-            forward=forward,
-            changes=changes,
-            draft_k=draft_k,
-            say=say,
-            tell=None if quiet else say,
-        )
-        pair = unless_broken(pair, draft_k.on(pair.runtime.device))
+    shown = not (quiet or as_json)
+    pair, draft_k = named.load(quiet=quiet, shown=shown)
+    with status_line(enabled=shown) as status:
         from posttrainllm.adapters.generation import Generation
 
         ids = _encode_chat(pair, text, system, template_args) if chat else pair.tokenizer.encode(text)

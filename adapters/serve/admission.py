@@ -12,6 +12,7 @@ from posttrainllm.kernel.errors import UsageError
 __all__ = ["Admission"]
 
 _LONGEST_RETRY_S = 60
+_SLEEP_S = 1.0
 
 
 class Admission:
@@ -115,9 +116,13 @@ class Admission:
             self._mean_s += (seconds - self._mean_s) / 8
 
     def wait(self) -> None:
-        """Return once something waits, or nothing will any more."""
+        """Return once something waits, or nothing will any more, or after a second.
+
+        A signal is handled by the main thread, which waits here, and only when it runs: one that comes just before it
+        sleeps, or that the system hands to another thread, does not wake it.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._closed is not None)
+            self._changed.wait_for(lambda: self._waiting or self._closed is not None, timeout=_SLEEP_S)
 
     def close(self, error: Exception | None = None) -> None:
         """Take nothing more.

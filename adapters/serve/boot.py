@@ -24,8 +24,9 @@ from posttrainllm.adapters.replay.describe import fingerprints_of
 from posttrainllm.adapters.rows import RowRequest
 from posttrainllm.adapters.runtime import LOGGER
 from posttrainllm.adapters.serve.admission import Admission
+from posttrainllm.adapters.serve.idle_gate import FullGate
 from posttrainllm.adapters.serve.recordings import Recordings
-from posttrainllm.adapters.serve.scheduler import FullGate, Scheduler
+from posttrainllm.adapters.serve.scheduler import Scheduler
 from posttrainllm.adapters.serve.settings import ServeSettings
 from posttrainllm.adapters.shapes import capacity_for
 from posttrainllm.kernel.config import Mode

@@ -204,5 +204,6 @@ def _folder(name: str) -> Path:
 def _set_up_log(level: str) -> None:
     """One line an event on standard error, with the time."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=level.upper(), force=True)
-    for name in ("uvicorn", "httpx", "asyncio"):  # theirs say the same again
-        logging.getLogger(name).setLevel(logging.DEBUG if level == "debug" else logging.WARNING)
+    # theirs say the same again, and uvicorn warns of every noise that comes
+    for name, least in (("uvicorn", logging.ERROR), ("httpx", logging.WARNING), ("asyncio", logging.WARNING)):
+        logging.getLogger(name).setLevel(logging.DEBUG if level == "debug" else least)

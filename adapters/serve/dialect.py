@@ -1,4 +1,4 @@
-"""How an endpoint is asked and answers: the one path that all of them take is in app.py."""
+"""How an endpoint is asked and answers: the one path that all of them take is in generating.py."""
 
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from typing import Any, TypeAlias

@@ -92,6 +92,7 @@ class _Entrance:
                 return
             except OSError as error:  # no file or no memory is left
                 self._say(error)
+                self._doors.make_room(1)
                 self._wait(_FAILED_S)
                 return
             task = asyncio.get_running_loop().create_task(self._enter(client))

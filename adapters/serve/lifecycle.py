@@ -1,5 +1,6 @@
 """One server process: bind, boot, answer, drain, exit."""
 
+import contextlib
 import ipaddress
 import resource
 import signal
@@ -16,7 +17,8 @@ from posttrainllm.adapters.engine import Engine
 from posttrainllm.adapters.runtime import LOGGER
 from posttrainllm.adapters.serve.app import make_app
 from posttrainllm.adapters.serve.boot import Served, ServeOptions, boot
-from posttrainllm.adapters.serve.doors import DoorLimits, Doors, guarded_protocol
+from posttrainllm.adapters.serve.connection import guarded_protocol
+from posttrainllm.adapters.serve.doors import DoorLimits, Doors
 from posttrainllm.adapters.serve.entrance import GuardedServer
 from posttrainllm.adapters.serve.gauges import ConnectionsCollector
 from posttrainllm.kernel.errors import BackendError, UsageError
@@ -101,7 +103,15 @@ def serve_until_stopped(
     served = boot(options)
     scheduler = served.scheduler
     app = make_app(scheduler, served.settings, cors_origins=tuple(cors_origins))
-    doors = Doors(_with_files(limits), closed=lambda: scheduler.admission.closed)
+    limits = _with_files(limits)
+    most = options.slots + options.queue
+    if 2 * limits.connections <= most:
+        LOGGER.warning(
+            "%d connections at most are let in, and %d requests may be answered or wait: then nobody else is heard, "
+            "who asks for /health neither",
+            *(2 * limits.connections, most),
+        )
+    doors = Doors(limits, closed=lambda: scheduler.admission.closed)
     scheduler.metrics.registry.register(ConnectionsCollector(doors))
     server = GuardedServer(_config(app, doors), doors, listener)
     listen(listener)
@@ -154,8 +164,10 @@ def _with_files(limits: DoorLimits) -> DoorLimits:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 2 * limits.connections + _OTHER_FILES
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        more = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        with contextlib.suppress(OSError, ValueError):  # macOS allows fewer than its limit says
+            resource.setrlimit(resource.RLIMIT_NOFILE, (more, hard))
+            soft = more
         if soft < wanted:
             connections = max((soft - _OTHER_FILES) // 2, 1)
             LOGGER.warning("the system allows %d open files: %d connections", soft, connections)

@@ -1,12 +1,10 @@
-"""Ollama's answers: one object, or a line of JSON for every piece; and what it says of models."""
+"""Ollama's answers: one object, or a line of JSON for every piece."""
 
 import datetime
-import hashlib
 import json
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from posttrainllm.adapters.loading.pair import Pair
 from posttrainllm.adapters.runtime import LOGGER
 from posttrainllm.adapters.serve.errors import as_api_error
 from posttrainllm.adapters.serve.formats import Format
@@ -17,9 +15,7 @@ from posttrainllm.adapters.serve.submission import Submission
 from posttrainllm.adapters.serve.totals import totals
 from posttrainllm.kernel.errors import PosttrainllmError
 
-__all__ = ["OllamaChat", "OllamaGenerate", "loaded", "model_card", "model_details", "ollama_lines", "ollama_whole"]
-
-_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+__all__ = ["OllamaChat", "OllamaGenerate", "loaded", "ollama_lines", "ollama_whole"]
 
 
 class OllamaChat(Format):
@@ -110,64 +106,6 @@ def loaded(shape: type[OllamaChat], settings: ServeSettings) -> dict[str, Any]:
     return {**empty.whole([]), "done": True, "done_reason": "load"}
 
 
-def model_card(settings: ServeSettings, pair: Pair) -> dict[str, Any]:
-    """The served model as GET /api/tags lists it.
-
-    Args:
-        settings: the server's.
-        pair: what is served.
-
-    Returns:
-        Plain values, for JSON.
-    """
-    return {
-        "name": settings.name,
-        "model": settings.name,
-        "modified_at": _at(settings.created),
-        "size": pair.target.weight_bytes,
-        "digest": hashlib.sha256(settings.fingerprint.encode()).hexdigest(),
-        "details": _details(pair),
-    }
-
-
-def model_details(settings: ServeSettings, pair: Pair) -> dict[str, Any]:
-    """The served model as POST /api/show describes it.
-
-    Args:
-        settings: the server's.
-        pair: what is served.
-
-    Returns:
-        Plain values, for JSON.
-    """
-    family = pair.target.family
-    return {
-        "modelfile": "",
-        "parameters": f"num_ctx {settings.context}",  # Continue cuts its prompts to this
-        "template": "",
-        "details": _details(pair),
-        "model_info": {
-            "general.architecture": family,
-            f"{family}.context_length": settings.context,
-            f"{family}.vocab_size": settings.vocab_size,
-        },
-        "capabilities": ["completion"],
-        "modified_at": _at(settings.created),
-    }
-
-
-def _details(pair: Pair) -> dict[str, Any]:
-    family = pair.target.family
-    return {
-        "parent_model": "",
-        "format": "safetensors",
-        "family": family,
-        "families": [family],
-        "parameter_size": "",
-        "quantization_level": _DTYPES[pair.target.dtype],
-    }
-
-
 def _end(work: Work, cutter: PieceCutter, pieces: Sequence[Piece]) -> dict[str, Any]:
     """What the last object adds; durations are in nanoseconds."""
     end = totals(work, cutter.outcomes)
@@ -196,7 +134,3 @@ def _line(value: dict[str, Any]) -> str:
 
 def _now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat().replace("+00:00", "Z")
-
-
-def _at(seconds: int) -> str:
-    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat().replace("+00:00", "Z")

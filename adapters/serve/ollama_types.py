@@ -1,4 +1,4 @@
-"""The shapes of Ollama's requests and answers, for /openapi.json: what ollama.py reads and ollama_answers.py writes."""
+"""The shapes of Ollama's requests and answers, for /openapi.json: what ollama.py reads, and what is answered."""
 
 from typing import Any, Literal, NotRequired
 
@@ -15,6 +15,8 @@ __all__ = [
     "OllamaGenerateAnswer",
     "OllamaMessage",
     "OllamaModel",
+    "OllamaPs",
+    "OllamaRunning",
     "OllamaShow",
     "OllamaTags",
     "OllamaVersion",
@@ -88,6 +90,25 @@ class OllamaTags(TypedDict):
     """The models that are served: one."""
 
     models: list[OllamaModel]
+
+
+class OllamaRunning(TypedDict):
+    """A model in memory."""
+
+    name: str
+    model: str
+    digest: str
+    details: OllamaDetails
+    size: int
+    size_vram: int
+    expires_at: str
+    context_length: int
+
+
+class OllamaPs(TypedDict):
+    """The models in memory: one."""
+
+    models: list[OllamaRunning]
 
 
 class OllamaShow(TypedDict):

@@ -55,6 +55,7 @@ class _Operation:
 
 
 _OPERATIONS = (
+    _Operation(method="get", path="/", summary="A line that says whether it works.", open=True),
     _Operation(
         method="post",
         path="/v1/chat/completions",
@@ -104,6 +105,7 @@ _OPERATIONS = (
         errors=(400, 404, 408, 413),
         ollama=True,
     ),
+    _Operation(method="get", path="/api/ps", summary="The model in memory.", answer="OllamaPs", ollama=True),
     _Operation(method="get", path="/api/tags", summary="The model.", answer="OllamaTags", ollama=True),
     _Operation(method="get", path="/api/version", summary="The version.", answer="OllamaVersion", ollama=True),
     _Operation(method="get", path="/health", summary="Whether it works.", answer="Health", open=True),
@@ -169,7 +171,7 @@ def _described(operation: _Operation, *, keyed: bool) -> Json:
     identified = {"x-request-id": {"description": "Also in the log.", "schema": {"type": "string"}}}
     generates = {"headers": identified} if operation.stream is not None else {}
     responses: Json = {"200": {"description": "The answer.", **generates, "content": _content_of(operation)}}
-    if operation.path == "/health":
+    if operation.path in ("/", "/health"):
         responses["503"] = {"description": "The engine has failed.", "content": _content_of(operation)}
     error = {_JSON: {"schema": _ref("OllamaError" if operation.ollama else "Error")}}
     for status in (*operation.errors, *((401,) if keyed else ())):

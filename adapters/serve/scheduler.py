@@ -7,10 +7,8 @@ runs one step, so that a prompt delays the rows beside it by a chunk a step, and
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
 
 from posttrainllm.adapters.engine import Engine
-from posttrainllm.adapters.gate.heed import AGAIN
 from posttrainllm.adapters.gate.standing import Standing
 from posttrainllm.adapters.payoff import Payoff
 from posttrainllm.adapters.rows import RowStep
@@ -18,6 +16,7 @@ from posttrainllm.adapters.runtime import LOGGER
 from posttrainllm.adapters.serve.admission import Admission
 from posttrainllm.adapters.serve.errors import failed
 from posttrainllm.adapters.serve.gauges import StateCollector
+from posttrainllm.adapters.serve.idle_gate import FaultError, FullGate, StopError, run_in_idle_time, tell
 from posttrainllm.adapters.serve.jobs import Update
 from posttrainllm.adapters.serve.metrics import Metrics
 from posttrainllm.adapters.serve.recordings import Recordings
@@ -25,31 +24,7 @@ from posttrainllm.adapters.serve.seat import Seat
 from posttrainllm.adapters.serve.watch import Watch
 from posttrainllm.kernel.errors import NonFiniteError, PosttrainllmError
 
-__all__ = ["FullGate", "Scheduler"]
-
-
-class FullGate(Protocol):
-    """The whole gate."""
-
-    def __call__(self, *, progress: Callable[..., None]) -> Standing:
-        """Run it to its end, calling back after every step."""
-        ...
-
-
-class _StopError(Exception):
-    """The server stops while the gate is under way."""
-
-
-class _FaultError(Exception):
-    """The serving engine failed inside the gate's callback: no failure of the gate.
-
-    Args:
-        error: the engine's.
-    """
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__(str(error))
-        self.error = error
+__all__ = ["Scheduler"]
 
 
 class Scheduler:
@@ -117,9 +92,9 @@ class Scheduler:
                     self._watch.look(self._engine, progress=self._pump)
                 else:
                     self.admission.wait()
-        except _StopError:
+        except StopError:
             pass
-        except _FaultError as fault:
+        except FaultError as fault:
             self._end_all(failed())
             raise fault.error from None
         except Exception:
@@ -207,37 +182,28 @@ class Scheduler:
         self.admission.drop_cancelled()
 
     def _run_full_gate(self) -> None:
-        """Run the whole gate; whoever asks meanwhile is answered between its steps."""
+        """Run the whole gate, and heed it."""
         assert self._full_gate is not None
         gate, self._full_gate = self._full_gate, None
         started = time.perf_counter()
-        LOGGER.info("gate: all prompts are compared while nobody asks, which takes minutes and a busy processor")
-        try:
-            standing = gate(progress=self._pump)
-        except (_StopError, _FaultError):
-            raise
-        except Exception as error:  # whatever stops the gate, the engine that serves goes on
-            LOGGER.warning("the full gate did not run to its end: %s", error)
+        standing = run_in_idle_time(gate, progress=self._pump)
+        if standing is None:
             return
         self.standing = standing
-        if standing.unkept is not None:
-            LOGGER.warning("the verdict is not kept: %s", standing.unkept)
-        if standing.enabled:
-            LOGGER.info("gate: %s, %.0f s after it began", standing.verdict, time.perf_counter() - started)
-            return
-        # the gate goes on only while no row is taken, so nothing is in flight that could be cut short
-        LOGGER.warning("speculation is switched off: %s %s", standing.reason, AGAIN)
-        self._engine.hand_over()  # its caches are freed before others are made
-        self._engine = self._engine_for(standing)
+        tell(standing, seconds=time.perf_counter() - started)
+        if not standing.enabled:
+            # the gate goes on only while no row is taken, so nothing is in flight that could be cut short
+            self._engine.hand_over()  # its caches are freed before others are made
+            self._engine = self._engine_for(standing)
 
     def _pump(self, *_: object, once: bool = False) -> None:
         try:
             while self._turn() and not once:
                 pass
         except Exception as error:
-            raise _FaultError(error) from None
+            raise FaultError(error) from None
         if self.admission.closed is not None:
-            raise _StopError
+            raise StopError
 
     def _all_seats(self) -> list[Seat]:
         return [*([] if self._entering is None else [self._entering]), *self._seats.values()]

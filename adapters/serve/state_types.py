@@ -1,4 +1,4 @@
-"""The shapes of what a server says of itself, for /openapi.json: what app.py writes as plain JSON."""
+"""The shapes of what a server says of itself, for /openapi.json: what reports.py writes as plain JSON."""
 
 from typing import Literal, NotRequired
 

@@ -8,45 +8,58 @@ from typing import Any
 import attrs
 import numpy as np
 
-__all__ = ["Batches", "Prefetch"]
+__all__ = ["Batch", "Batches", "Prefetch", "repeats"]
 
 _AHEAD = 4  # batches
+_Array = np.ndarray[Any, Any]
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Batch:
+    """What one gradient is taken of."""
+
+    tokens: _Array
+    """int32[rows, sequence + 1]."""
+    repeated: _Array | None = None
+    """bool[rows, sequence]: tokens but the first that are to be unlearnt; None where the text is to be learnt."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class Batches:
     """Batch number i, for any i: a run that resumes asks for the next number."""
 
-    ids: "np.ndarray[Any, Any]"
+    ids: _Array
     """uint16[N]."""
-    prose: "np.ndarray[Any, Any] | None" = None
+    prose: _Array | None = None
     """uint16[M]: text of its own share; None where all is in `ids`."""
     prose_share: float = 0.0
     """Share of the windows that come from there."""
     rows: int
     sequence: int
     seed: int
-    generated: "np.ndarray[Any, Any] | None" = None
-    """uint16[M, sequence + 1]: texts of the target."""
+    generated: _Array | None = None
+    """uint16[M, sequence + 1]: texts that a model wrote."""
     generated_share: float = 0.0
     """Share of the batches that come from there."""
+    repeated: _Array | None = None
+    """bool[M, sequence]: which of their tokens are to be unlearnt; None where these texts are to be learnt."""
 
-    def batch(self, number: int) -> "np.ndarray[Any, Any]":
+    def batch(self, number: int) -> Batch:
         """Make a batch.
 
         Args:
             number: from 0 up.
 
         Returns:
-            int32[rows, sequence + 1].
+            It.
         """
         # floor((i + 1) s) - floor(i s) is 1 in a share s of all i, evenly spread
         before, after = int(number * self.generated_share), int((number + 1) * self.generated_share)
         if self.generated is not None and after > before:
             return self._generated(before)
-        return self._text(number - before)
+        return Batch(tokens=self._text(number - before))
 
-    def _text(self, number: int) -> "np.ndarray[Any, Any]":
+    def _text(self, number: int) -> _Array:
         rows = []
         for index in range(number * self.rows, (number + 1) * self.rows):
             before, after = int(index * self.prose_share), int((index + 1) * self.prose_share)
@@ -56,20 +69,40 @@ class Batches:
                 rows.append(self._window(self.ids, index - before))
         return np.stack(rows).astype(np.int32)
 
-    def _window(self, ids: "np.ndarray[Any, Any]", index: int) -> "np.ndarray[Any, Any]":
+    def _window(self, ids: _Array, index: int) -> _Array:
         windows = (len(ids) - self.sequence - 1) // self.sequence  # one less than fit: an epoch starts anywhere in it
         epoch, place = divmod(index, windows)
         start = _order(self.seed, epoch, windows)[place] * self.sequence + _shift(self.seed, epoch, self.sequence)
-        found: np.ndarray[Any, Any] = ids[start : start + self.sequence + 1]
+        found: _Array = ids[start : start + self.sequence + 1]
         return found
 
-    def _generated(self, number: int) -> "np.ndarray[Any, Any]":
+    def _generated(self, number: int) -> Batch:
         assert self.generated is not None
         count = len(self.generated)
         places = [divmod(index, count) for index in range(number * self.rows, (number + 1) * self.rows)]
-        return np.stack([self.generated[_order(self.seed, epoch, count)[place]] for epoch, place in places]).astype(
-            np.int32
-        )
+        rows = [_order(self.seed, epoch, count)[place] for epoch, place in places]
+        repeated = None if self.repeated is None else self.repeated[rows]
+        return Batch(tokens=self.generated[rows].astype(np.int32), repeated=repeated)
+
+
+def repeats(texts: _Array, n: int = 4) -> _Array:
+    """Which tokens end a run of n that was there before.
+
+    Args:
+        texts: ids[M, T + 1].
+        n: tokens of a run.
+
+    Returns:
+        bool[M, T], of all tokens but the first.
+    """
+    found = np.zeros((len(texts), texts.shape[1] - 1), dtype=bool)
+    for row, text in enumerate(texts.tolist()):
+        seen: set[tuple[int, ...]] = set()
+        for end in range(n, len(text) + 1):
+            run = tuple(text[end - n : end])
+            found[row, end - 2] = run in seen
+            seen.add(run)
+    return found
 
 
 class Prefetch:
@@ -77,7 +110,7 @@ class Prefetch:
 
     def __init__(self, batches: Batches, first: int) -> None:
         self._batches, self._next = batches, first
-        self._queue: queue.Queue[np.ndarray[Any, Any] | BaseException] = queue.Queue(_AHEAD)
+        self._queue: queue.Queue[Batch | BaseException] = queue.Queue(_AHEAD)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -92,8 +125,8 @@ class Prefetch:
                 self._queue.get_nowait()
             self._thread.join(0.05)
 
-    def take(self) -> "np.ndarray[Any, Any]":
-        """The next batch, int32[rows, sequence + 1]."""
+    def take(self) -> Batch:
+        """The next batch."""
         found = self._queue.get()
         if isinstance(found, BaseException):
             raise found
@@ -109,7 +142,7 @@ class Prefetch:
 
 
 @lru_cache(maxsize=8)  # every row asks for one
-def _order(seed: int, epoch: int, count: int) -> "np.ndarray[Any, Any]":
+def _order(seed: int, epoch: int, count: int) -> _Array:
     """A permutation of range(count)."""
     return np.random.default_rng([seed, epoch, count]).permutation(count)
 

@@ -88,7 +88,7 @@ def read_corpus(folder: Path) -> Corpus:
     manifest = folder / "MANIFEST.json"
     try:
         sha256 = json.loads(manifest.read_text(encoding="utf-8"))["corpus_sha256"]
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise click.ClickException(f"{folder}: got no MANIFEST.json, expected a folder of `zoo corpus`") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise click.ClickException(f"{manifest}: cannot be read: {type(error).__name__}: {error}") from None

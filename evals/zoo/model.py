@@ -19,6 +19,7 @@ __all__ = [
     "read_parameters",
     "same_vocabulary",
     "start_parameters",
+    "unlikelihood",
     "with_parameters",
 ]
 
@@ -107,6 +108,22 @@ def divergences(target_logits: mx.array, draft_logits: mx.array) -> mx.array:
     target_logprobs = target - mx.logsumexp(target, axis=-1, keepdims=True)
     draft_logprobs = draft - mx.logsumexp(draft, axis=-1, keepdims=True)
     return (mx.exp(target_logprobs) * (target_logprobs - draft_logprobs)).sum(axis=-1)
+
+
+def unlikelihood(logits: mx.array, targets: mx.array, counted: mx.array) -> mx.array:
+    """What it costs to find tokens likely (Welleck et al. 2019, arXiv:1908.04319).
+
+    Args:
+        logits: any float[B, T, V].
+        targets: int32[B, T].
+        counted: bool[B, T], the tokens that should not be.
+
+    Returns:
+        float32[], the mean of -log(1 - p) over them, nats; 0 where there are none.
+    """
+    others = 1 - mx.exp(-losses(logits, targets))
+    costs = mx.where(counted, -mx.log(mx.maximum(others, 1e-4)), 0.0)
+    return costs.sum() / mx.maximum(counted.sum(), 1)
 
 
 def load_any(folder: Path, dtype: mx.Dtype) -> nn.Module:

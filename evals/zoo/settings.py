@@ -35,6 +35,10 @@ class Settings:
     on_policy: float
     on_policy_rows: int
     on_policy_greedy: float
+    unlikelihood: float
+    rewrite_every: int
+    """Steps."""
+    until_repeated: float
     resume: bool
     checkpoint_every: float
     """Minutes; 0 for none but the one at a stop."""
@@ -51,5 +55,6 @@ class Settings:
         """What a resumed run must share with the one it goes on with."""
         names = ("preset", "batch", "accumulate", "sequence", "learning_rate", "optimizer", "weight_decay", "warm_up")
         more = ("prose", "z_loss", "seed", "dtype", "distill_weight", "on_policy", "on_policy_rows", "on_policy_greedy")
-        found: dict[str, object] = {name: getattr(self, name) for name in (*names, *more)}
+        last = ("unlikelihood", "rewrite_every", "until_repeated")
+        found: dict[str, object] = {name: getattr(self, name) for name in (*names, *more, *last)}
         return found | {"steps": self.budget.steps, "minutes": self.budget.minutes}

@@ -7,7 +7,7 @@ import attrs
 import mlx.core as mx
 import mlx.nn as nn
 
-from posttrainllm.evals.zoo.model import divergences, losses, with_parameters
+from posttrainllm.evals.zoo.model import divergences, losses, unlikelihood, with_parameters
 from posttrainllm.evals.zoo.optimizer import Moments, apply_updates, clip
 
 __all__ = ["StepFunctions", "compile_step"]
@@ -21,6 +21,8 @@ class StepFunctions:
 
     gradient: Callable[[_Parameters, mx.array], tuple[_Parameters, mx.array]]
     """(parameters, int32[B, T + 1]) to gradients and the mean loss."""
+    unlearn: Callable[[_Parameters, mx.array, mx.array], tuple[_Parameters, mx.array]]
+    """(parameters, int32[B, T + 1], bool[B, T]) to gradients and the mean cost of finding these tokens likely."""
     add: Callable[[_Parameters, _Parameters], _Parameters]
     """The sum of two gradients."""
     update: Callable[..., tuple[_Parameters, Moments, mx.array]]
@@ -69,12 +71,20 @@ def compile_step(
             value = value + z_loss * mx.square(mx.logsumexp(logits.astype(mx.float32), axis=-1)).mean()
         return value
 
-    value_and_gradient = mx.value_and_grad(loss)
+    def cost_of_repeats(parameters: _Parameters, tokens: mx.array, repeated: mx.array) -> mx.array:
+        logits = with_parameters(module, parameters, dtype)(tokens[:, :-1])
+        return unlikelihood(logits, tokens[:, 1:], repeated)
 
-    def gradient(parameters: _Parameters, tokens: mx.array) -> tuple[_Parameters, mx.array]:
-        value, gradients = value_and_gradient(parameters, tokens)
-        # a product's layout would become the weights', though not those of a checkpoint: other kernels, other bits
-        return {name: mx.contiguous(array) for name, array in gradients.items()}, value
+    def gradient_of(function: Callable[..., mx.array]) -> Callable[..., tuple[_Parameters, mx.array]]:
+        value_and_gradient = mx.value_and_grad(function)
+
+        def gradient(parameters: _Parameters, *batch: mx.array) -> tuple[_Parameters, mx.array]:
+            value, gradients = value_and_gradient(parameters, *batch)
+            # a product's layout would become the weights', though not those of a checkpoint: other kernels, other bits
+            return {name: mx.contiguous(array) for name, array in gradients.items()}, value
+
+        compiled: Callable[..., tuple[_Parameters, mx.array]] = mx.compile(gradient)
+        return compiled
 
     def add(left: _Parameters, right: _Parameters) -> _Parameters:
         return {name: left[name] + right[name] for name in left}
@@ -107,5 +117,9 @@ def compile_step(
         return made, Moments(first=first, second=second), norm
 
     return StepFunctions(
-        gradient=mx.compile(gradient), add=mx.compile(add), update=update_moments, nats=mx.compile(nats)
+        gradient=gradient_of(loss),
+        unlearn=gradient_of(cost_of_repeats),
+        add=mx.compile(add),
+        update=update_moments,
+        nats=mx.compile(nats),
     )

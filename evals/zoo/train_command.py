@@ -22,7 +22,7 @@ _MOST_LOGITS = 2**30  # of a batch: beyond, arrays of them have more elements th
 
 
 @click.command()
-@click.argument("preset", type=click.Choice(list(PRESETS)))
+@click.argument("preset", type=click.Choice(list(PRESETS)), metavar="PRESET")
 @click.option("--corpus", type=_FOLDER, required=True, help="Folder that `zoo corpus` wrote.")
 @click.option("--out", type=_FOLDER, required=True, help="Model directory to write; checkpoints go there, too.")
 @click.option("--tokenizer", type=_FOLDER, help="Of `zoo tokenizer`; tokenizer.json in the corpus's folder by default.")
@@ -49,8 +49,17 @@ _MOST_LOGITS = 2**30  # of a batch: beyond, arrays of them have more elements th
     "--distill-weight", type=_SHARE, default=1.0, show_default=True, help="The rest is the next token's loss."
 )
 @click.option("--on-policy", type=_SHARE, default=0.0, show_default=True, help="Share of batches the target wrote.")
-@click.option("--on-policy-rows", type=click.IntRange(min=1), default=4096, show_default=True, help="Texts it writes.")
+@click.option(
+    "--on-policy-rows", type=click.IntRange(min=1), default=4096, show_default=True, help="Texts that are written."
+)
 @click.option("--on-policy-greedy", type=_SHARE, default=0.5, show_default=True, help="Share of them at T=0.")
+@click.option(
+    "--unlikelihood", type=_SHARE, default=0.0, show_default=True, help="Share of batches that unlearn its own loops."
+)
+@click.option(
+    "--rewrite-every", type=click.IntRange(min=1), default=8, show_default=True, help="Steps with the same loops."
+)
+@click.option("--until-repeated", type=_SHARE, default=0.0, show_default=True, help="End where no more of it is loops.")
 @click.option("--resume", is_flag=True, help="Go on from the last checkpoint in --out, if there is one.")
 @click.option(
     "--checkpoint-every", type=click.FloatRange(min=0), default=5.0, show_default=True, help="Minutes; 0: none."
@@ -62,10 +71,11 @@ _MOST_LOGITS = 2**30  # of a batch: beyond, arrays of them have more elements th
 @click.option("--log-every", type=click.IntRange(min=1), default=20, show_default=True, help="Steps.")
 @click.option("--stop-after", type=click.FloatRange(min=0), help="Minutes of the process: a checkpoint, then exit 3.")
 def train(minutes: float | None, steps: int | None, tokenizer: Path | None, **options: Any) -> None:
-    """Train PRESET. Without --resume, checkpoints in --out are not looked at, and replaced."""
+    """Train PRESET, one of `zoo list`. Without --resume, checkpoints in --out are not looked at, and replaced."""
     began = time.monotonic()
     if (minutes is None) == (steps is None):
-        raise click.UsageError("got both or none of --minutes and --steps, expected one of the two")
+        got = "neither --minutes nor" if steps is None else "both --minutes and"
+        raise click.UsageError(f"got {got} --steps, expected one of the two")
     file = tokenizer if tokenizer is not None else options["corpus"] / "tokenizer.json"
     settings = Settings(budget=Budget(steps=steps, minutes=minutes), tokenizer=file, **options)
     _check(settings)
@@ -88,14 +98,24 @@ def _check(settings: Settings) -> None:
         )
     if settings.on_policy and settings.distill_from is None:
         raise click.UsageError("--on-policy: got it without --distill-from, expected both")
+    if settings.unlikelihood and (settings.init is None or settings.on_policy):
+        raise click.UsageError("--unlikelihood: expected --init with it, and no --on-policy")
 
 
 def _train(settings: Settings, began: float, device: str) -> bool:
     import mlx.core as mx
+    import mlx.nn as nn
 
     from posttrainllm.adapters.loading.fingerprint import fingerprint
-    from posttrainllm.evals.zoo.batches import Batches
-    from posttrainllm.evals.zoo.model import build_module, load_any, read_parameters, same_vocabulary, start_parameters
+    from posttrainllm.evals.zoo.batches import Batches, repeats
+    from posttrainllm.evals.zoo.model import (
+        build_module,
+        load_any,
+        read_parameters,
+        same_vocabulary,
+        start_parameters,
+        with_parameters,
+    )
     from posttrainllm.evals.zoo.on_policy import target_texts
     from posttrainllm.evals.zoo.output import write_model
     from posttrainllm.evals.zoo.step import compile_step
@@ -120,21 +140,34 @@ def _train(settings: Settings, began: float, device: str) -> bool:
     for name, folder in (("init", settings.init), ("distill_from", settings.distill_from)):
         origin |= {} if folder is None else {name: fingerprint(folder)}
     target = None if settings.distill_from is None else load_any(settings.distill_from, dtype)
-    generated = None
-    if settings.on_policy and target is not None:
-        generated = target_texts(
-            target,
+
+    def written(module: nn.Module, greedy_share: float, number: int = 0) -> Any:
+        return target_texts(
+            module,
             ids,
             rows=settings.on_policy_rows,
             sequence=settings.sequence,
-            seed=settings.seed,
-            greedy_share=settings.on_policy_greedy,
-            origin=" ".join(origin.values()),
+            seed=settings.seed + number,
+            greedy_share=greedy_share,
+            origin=" ".join((*origin.values(), str(number))),
             folder=settings.out,
         )
+
+    generated = None
+    if settings.on_policy and target is not None:
+        generated = written(target, settings.on_policy_greedy)
         _say(f"the target wrote {generated.size:,} tokens, {time.monotonic() - began:.1f} s after the start")
+    module = build_module(preset)
+
+    def rewrite(batches: Batches, parameters: dict[str, mx.array], number: int) -> Batches | None:
+        texts = written(with_parameters(module, parameters, dtype), 1.0, number)
+        found = repeats(texts)
+        _say(f"it wrote {texts.size:,} tokens; {found.mean():.1%} end a run of 4 that was there before")
+        few = found.mean() <= settings.until_repeated
+        return None if few else attrs.evolve(batches, generated=texts, repeated=found)
+
     functions = compile_step(
-        build_module(preset),
+        module,
         target,
         dtype=dtype,
         optimizer=settings.optimizer,
@@ -154,7 +187,7 @@ def _train(settings: Settings, began: float, device: str) -> bool:
             sequence=settings.sequence,
             seed=settings.seed,
             generated=generated,
-            generated_share=settings.on_policy,
+            generated_share=settings.on_policy or settings.unlikelihood,
         ),
         held_out=held_out,
         parameters=(
@@ -162,6 +195,7 @@ def _train(settings: Settings, began: float, device: str) -> bool:
         ),
         fingerprint=origin,
         say=_say,
+        rewrite=rewrite if settings.unlikelihood else None,
     )
     if settings.resume:
         trainer.resume()

@@ -10,7 +10,7 @@ import click
 import mlx.core as mx
 import numpy as np
 
-from posttrainllm.evals.zoo.batches import Batches, Prefetch
+from posttrainllm.evals.zoo.batches import Batch, Batches, Prefetch
 from posttrainllm.evals.zoo.checkpoint import last_checkpoint, load_checkpoint, save_checkpoint
 from posttrainllm.evals.zoo.data import HeldOut
 from posttrainllm.evals.zoo.evaluate import held_out_scores
@@ -37,14 +37,15 @@ class Trainer:
         parameters: dict[str, mx.array],
         fingerprint: dict[str, str],
         say: Callable[[str], None],
+        rewrite: Callable[[Batches, dict[str, mx.array], int], Batches | None] | None = None,
     ) -> None:
         self._settings, self._functions, self._batches, self._held_out = settings, functions, batches, held_out
-        self._fingerprint, self._say = fingerprint, say
+        self._fingerprint, self._say, self._rewrite = fingerprint, say, rewrite
         self.parameters = parameters
         self.moments = first_moments(parameters, settings.optimizer)
         self.step, self.seconds, self.loss = 0, 0.0, float("nan")
         self.curve: list[dict[str, Any]] = []
-        self._signalled = False
+        self._signalled, self._first, self._saved = False, True, time.monotonic()
         self._pending: list[tuple[int, mx.array, mx.array, float]] = []
         self._unread: list[tuple[int, mx.array, mx.array, float]] = []
 
@@ -93,26 +94,43 @@ class Trainer:
         Raises:
             click.ClickException: no loss since the last one that was said is finite.
         """
-        settings = self._settings
         before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
-            first = self.step * settings.accumulate
-            with Prefetch(self._batches, first) as prefetch:
-                return self._loop(prefetch, began)
+            while self._share() < 1 and self._has_text():
+                if not self._round(began):
+                    return False
+            self._read()
+            return True
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _loop(self, prefetch: Prefetch, began: float) -> bool:
+    def _has_text(self) -> bool:
+        """Have texts written anew where that is due; False where there is nothing left to unlearn."""
+        if self._rewrite is None:
+            return True
+        batches = self._rewrite(self._batches, self.parameters, self.step // self._settings.rewrite_every)
+        self._batches = self._batches if batches is None else batches
+        return batches is not None
+
+    def _round(self, began: float) -> bool:
+        """Train until the budget is used or texts are to be written anew; False where it has to stop before."""
+        every = None if self._rewrite is None else self._settings.rewrite_every
+        last = None if every is None else (self.step // every + 1) * every
+        with Prefetch(self._batches, self.step * self._settings.accumulate) as prefetch:
+            return self._loop(prefetch, began, last)
+
+    def _loop(self, prefetch: Prefetch, began: float, last: int | None) -> bool:
         settings = self._settings
-        origin: float | None = None  # of the schedule's clock: the first step's compilation is not on it
-        saved = time.monotonic()
+        # of the schedule's clock: the first step's compilation is not on it
+        origin = None if self._first else time.monotonic()
         done_before = self.seconds
-        while self._share() < 1:
+        while self._share() < 1 and self.step != last:
             self._one_step(prefetch)
             if origin is None:
                 mx.eval(self.parameters)
                 origin = time.monotonic()
+                self._first = False
                 self._say(f"first step: {origin - began:.1f} s after the start")
             while len(self._pending) > _IN_FLIGHT:
                 mx.eval(self._pending.pop(0)[1])
@@ -126,11 +144,10 @@ class Trainer:
             if (self._signalled or stop) and self._share() < 1:
                 self.save()
                 return False
-            if settings.checkpoint_every and now - saved >= 60 * settings.checkpoint_every:
+            if settings.checkpoint_every and now - self._saved >= 60 * settings.checkpoint_every:
                 origin += self._aside(self.save)
-                saved = time.monotonic()
+                self._saved = time.monotonic()
             self.seconds = done_before + time.monotonic() - origin
-        self._read()
         return True
 
     def _aside(self, work: Callable[[], object]) -> float:
@@ -143,10 +160,10 @@ class Trainer:
     def _one_step(self, prefetch: Prefetch) -> None:
         settings, functions = self._settings, self._functions
         rate = rate_at(self._share(), peak=settings.learning_rate, warm_up=settings.warm_up)
-        gradients, loss = functions.gradient(self.parameters, mx.array(prefetch.take()))
+        gradients, loss = self._gradient(prefetch.take())
         for _ in range(settings.accumulate - 1):
             mx.async_eval(gradients, loss)  # one batch's activations at a time
-            more, its_loss = functions.gradient(self.parameters, mx.array(prefetch.take()))
+            more, its_loss = self._gradient(prefetch.take())
             gradients, loss = functions.add(gradients, more), loss + its_loss
             del more  # the sum may take its memory
         self.step += 1
@@ -158,6 +175,12 @@ class Trainer:
         entry = (self.step, loss, norm, rate)
         self._pending.append(entry)
         self._unread.append(entry)
+
+    def _gradient(self, batch: Batch) -> tuple[dict[str, mx.array], mx.array]:
+        tokens = mx.array(batch.tokens)
+        if batch.repeated is None:
+            return self._functions.gradient(self.parameters, tokens)
+        return self._functions.unlearn(self.parameters, tokens, mx.array(batch.repeated))
 
     def _read(self) -> None:
         """Wait for the steps in flight, and say how they went."""

@@ -66,7 +66,8 @@ def read_table(path: Path) -> list[Package]:
             reader = csv.DictReader(file)
             lines = list(reader)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise click.ClickException(f"cannot read the list of packages {path}: {error}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise click.ClickException(f"cannot read the list of packages {path}: {reason}") from error
     if tuple(reader.fieldnames or ()) != _COLUMNS:
         got = ",".join(reader.fieldnames or ())
         raise click.ClickException(f"{path} has the columns {got}, expected {','.join(_COLUMNS)}")

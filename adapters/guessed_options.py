@@ -92,7 +92,8 @@ def no_such_option(error: click.NoSuchOption, words: Sequence[str]) -> str:
 
 def _answer(name: str, context: click.Context) -> str | None:
     here = {option for param in context.command.params for option in param.opts}
-    if any(param.name == "model" for param in context.command.params if isinstance(param, click.Argument)):
+    arguments = [param.name for param in context.command.params if isinstance(param, click.Argument)]
+    if arguments[:1] == ["model"]:
         here.add("MODEL")
     plain = name.replace("_", "-")  # vLLM takes both
     guesses = (plain,) if plain in here else GUESSED.get(plain, (plain,) if plain in _OF_A_REQUEST else ())

@@ -215,7 +215,6 @@ def test_a_model_of_another_kind_is_left_to_mlx_lm(name, tmp_path):
         {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
         {"partial_rotary_factor": 0.5},
         {"vocab_size": 10**12},
-        {"vocab_size": True},
         {"hidden_act": "gelu"},
         {"model_file": "code.py"},
         {"quantization_config": {"quant_method": "awq"}},

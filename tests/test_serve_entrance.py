@@ -63,7 +63,7 @@ async def taken(clients, places, *, failures=0, more=0):
                 await asyncio.sleep(0.01)
             await asyncio.sleep(0.1)  # in which no more may come
             counts.append(sum(map(is_in, guests)))
-        door.close()
+        await door.close()
     return [*counts, doors.asked]
 
 
@@ -98,6 +98,11 @@ async def silent_app(scope, receive, send):
     await send({"type": "http.response.body", "body": b""})
 
 
+async def patient_app(scope, receive, send):
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
 async def long_app(scope, receive, send):
     await send({"type": "http.response.start", "status": 200, "headers": []})
     await send({"type": "http.response.body", "body": bytes(50_000_000)})  # more than the system holds for a client
@@ -113,8 +118,9 @@ async def let_in(app, limits, *, clients):
         serving = asyncio.create_task(server.serve())
         with ExitStack() as kept:
             guests = [kept.enter_context(socket.create_connection(listener.getsockname())) for _ in range(clients)]
-            while len(doors) < clients:
-                await asyncio.sleep(0.001)
+            async with asyncio.timeout(10):
+                while len(doors) < clients:
+                    await asyncio.sleep(0.001)
             yield doors, guests
         server.should_exit = True
         await serving
@@ -154,6 +160,25 @@ def test_whose_request_has_come_is_answered_though_a_busy_loop_has_not_read_it(l
 )
 def test_who_has_sent_nothing_is_cut(limits, heard):
     assert sorted(asyncio.run(heard_after_a_look(limits, b"", clients=4))) == heard
+
+
+async def cut_of_bodies_that_drip(*, seconds, clients, places):
+    async with let_in(patient_app, DoorLimits(header_s=1, connections=clients), clients=clients) as (doors, guests):
+        for guest in guests:
+            guest.sendall(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n")
+        await asyncio.sleep(0.1)
+        doors._look()  # begins the clocks
+        time.sleep(seconds)
+        for guest in guests:
+            guest.sendall(b"x")
+        doors.limits = DoorLimits(header_s=1, connections=places)
+        doors._look()
+        return sum(one.transport.is_closing() for one in doors._inside)
+
+
+@pytest.mark.parametrize(("seconds", "cut"), [(0.5, 0), (1.1, 2)])
+def test_a_body_that_comes_drop_by_drop_keeps_its_place_only_as_long_as_headers_may_take(seconds, cut):
+    assert asyncio.run(cut_of_bodies_that_drip(seconds=seconds, clients=4, places=2)) == cut
 
 
 async def left_of_those_that_do_not_read(*, clients, places):

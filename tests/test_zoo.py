@@ -19,17 +19,19 @@ from tokenizers import Tokenizer
 from posttrainllm.adapters.loading.pair import embedded_path, load_pair
 from posttrainllm.evals.counting import repeated_share
 from posttrainllm.evals.zoo import trainer as trainer_module
-from posttrainllm.evals.zoo.batches import Batches, Prefetch, repeats
+from posttrainllm.evals.zoo.batches import Batches, Prefetch
 from posttrainllm.evals.zoo.checkpoint import last_checkpoint, load_checkpoint
 from posttrainllm.evals.zoo.command import zoo
 from posttrainllm.evals.zoo.data import read_corpus, training_ids
 from posttrainllm.evals.zoo.evaluate import held_out_scores
 from posttrainllm.evals.zoo.model import divergences, load_any, losses, unlikelihood
+from posttrainllm.evals.zoo.on_policy import write_texts
 from posttrainllm.evals.zoo.optimizer import apply_updates, clip, first_moments, step_scalars
 from posttrainllm.evals.zoo.output import write_model
 from posttrainllm.evals.zoo.presets import PRESETS
 from posttrainllm.evals.zoo.schedule import rate_at
 from posttrainllm.evals.zoo.tokenizer import cut_tokenizer, train_tokenizer
+from posttrainllm.evals.zoo.unlearn import Loops, repeats
 
 TOKENIZER = embedded_path("target-16m") / "tokenizer.json"
 WORDS = [f" {letter}" for letter in "abcdefghijklmnopqrstuvwxyz"]  # a token each
@@ -193,7 +195,7 @@ def test_evaluations_and_checkpoints_are_not_on_the_clock(cycle, tmp_path, monke
 def test_a_checkpoint_holds_every_array_and_replaces_the_older_one(cycle, tmp_path):
     output = train(cycle, tmp_path / "run", "--steps", "500", "--stop-after", "0", code=3)
     assert "--resume goes on" in output
-    parameters, moments, state = load_checkpoint(last_checkpoint(tmp_path / "run"))
+    parameters, moments, state, _ = load_checkpoint(last_checkpoint(tmp_path / "run"))
     assert parameters.keys() == moments.first.keys() == PRESETS["toy"].shape.tensors().keys()
     assert state["step"] == 1
     train(cycle, tmp_path / "run", "--steps", "500", "--stop-after", "0", "--resume", code=3)
@@ -301,14 +303,19 @@ def test_unlikelihood_is_the_mean_cost_of_the_counted_tokens():
     certain = mx.array([[[100.0, -100.0]]])
     slopes = mx.grad(lambda values: unlikelihood(values, mx.array([[0]]), mx.array([[True]])))(certain)
     assert mx.isfinite(slopes).all().item()
+    nearly = mx.array([[[12.0, 0.0]]])  # 0.999994
+    (slope, _) = mx.grad(lambda values: unlikelihood(values, mx.array([[0]]), mx.array([[True]])))(nearly)[
+        0, 0
+    ].tolist()
+    assert slope == pytest.approx(1, abs=0.05)
 
 
 def test_what_ends_a_repeated_run_of_its_own_text_becomes_unlikely(trained, cycle, tmp_path):
     options = ("--steps", "8", "--learning-rate", "3e-3", "--unlikelihood", "1", "--on-policy-rows", "8")
     assert "--init" in train(cycle, tmp_path / "alone", *options, code=2)
     train(cycle, tmp_path / "unlearnt", *options, "--init", trained)
-    (file,) = (tmp_path / "unlearnt").glob("on_policy-*.npy")
-    texts = np.load(file)
+    ids = training_ids(read_corpus(cycle), Tokenizer.from_file(str(TOKENIZER)), "x")
+    texts = write_texts(load_any(trained, mx.float32), ids, rows=8, sequence=32, seed=0, greedy_share=1.0)
     counted = repeats(texts)
     assert counted.any(axis=1).all()  # 33 tokens of a cycle of 26
     tokens = mx.array(texts.astype(np.int32))
@@ -325,10 +332,34 @@ def test_unlearning_ends_where_few_enough_runs_are_repeated(trained, cycle, tmp_
     output = train(
         cycle, tmp_path / "run", *options, "--steps", "500", "--learning-rate", "3e-3", "--until-repeated", "0.05"
     )
-    shares = [float(share) for share in re.findall(r"([\d.]+)% end a run", output)]
+    shares = [float(share) for share in re.findall(r"([\d.]+)% of the tokens end a run", output)]
     assert len(shares) > 1
-    assert min(shares[:-1]) > 5 >= shares[-1]
+    assert min(shares[:-1]) >= 5 >= shares[-1]
     assert json.loads((tmp_path / "run" / "TRAINING.json").read_text())["steps"] == 2 * (len(shares) - 1)
+    train(cycle, tmp_path / "none", *options, "--steps", "500", "--until-repeated", "1")
+    record = json.loads((tmp_path / "none" / "TRAINING.json").read_text(), parse_constant=pytest.fail)
+    assert (record["steps"], record["loss"]) == (0, None)
+
+
+def test_writing_is_not_on_the_clock_and_every_step_is(trained, cycle, tmp_path, monkeypatch):
+    passed, put_into, steps = [0], Loops.put_into, trainer_module.Trainer._one_step
+
+    def slowly(self, *arguments):
+        passed[0] += 3600
+        return put_into(self, *arguments)
+
+    def step(self, prefetch):
+        steps(self, prefetch)
+        passed[0] += 60
+
+    monkeypatch.setattr(trainer_module, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + passed[0]))
+    monkeypatch.setattr(Loops, "put_into", slowly)
+    monkeypatch.setattr(trainer_module.Trainer, "_one_step", step)
+    options = ("--init", trained, "--unlikelihood", "0.5", "--on-policy-rows", "8", "--rewrite-every", "2")
+    train(cycle, tmp_path / "run", *options, "--minutes", "5.5")
+    record = json.loads((tmp_path / "run" / "TRAINING.json").read_text())
+    assert record["steps"] == 2 + 6  # the first of each kind compiles, which is not on the clock
+    assert 360 <= record["seconds"] < 480
 
 
 def test_batches_take_every_window_once_an_epoch_and_any_number_alone():
@@ -401,4 +432,4 @@ def test_a_disk_that_refuses_is_an_error_of_the_file_system(tmp_path):
 
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="file"):
-        save_checkpoint(tmp_path / "file", 1, {"a": mx.zeros(1)}, first_moments({"a": mx.zeros(1)}, "adamw"), {})
+        save_checkpoint(tmp_path / "file", 1, {"a": mx.zeros(1)}, first_moments({"a": mx.zeros(1)}, "adamw"), {}, None)

@@ -129,10 +129,14 @@ class Doors:
             surplus: how many at most.
         """
         now = time.monotonic()
+        for one in self._inside:
+            one.look(now)
         young = max(_YOUNG_S, _OLD_S * (1 - surplus / self.limits.connections))
         ranks = [(one.rank, one.since, one) for one in self._inside if now - one.since >= young]
         waiting = [(rank, since, one) for rank, since, one in ranks if rank is not None]
-        idle = (one for _, _, one in sorted(waiting, key=lambda entry: entry[:2]) if not one.is_unheard)
+        oldest = (entry[1:] for entry in sorted(waiting, key=lambda entry: entry[:2]))
+        # a body that comes drop by drop is always on its way: that saves it for as long as headers may take
+        idle = (one for since, one in oldest if now - since > self.limits.header_s or not one.is_unheard)
         for connection in itertools.islice(idle, surplus):
             connection.cut()
 

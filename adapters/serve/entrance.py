@@ -5,6 +5,7 @@ and those who have left again meanwhile. Who is not taken waits in the queue ins
 """
 
 import asyncio
+import errno
 import socket
 import time
 from collections.abc import Callable
@@ -20,7 +21,7 @@ _AT_ONCE = 64  # taken in one turn of the event loop, so that it reads what thes
 _FULL_S = 0.01  # until the next look for a place
 _FAILED_S = 0.5  # where the system has no file for another
 _SAID_S = 60.0
-_GONE = (BlockingIOError, InterruptedError, ConnectionAbortedError)
+_NONE_LEFT = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)  # files or memory
 
 
 class GuardedServer(uvicorn.Server):
@@ -45,7 +46,7 @@ class GuardedServer(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Take no more, and let those that are here be answered."""
         if self._entrance is not None:
-            self._entrance.close()
+            await self._entrance.close()
         await super().shutdown(sockets)
 
     def _protocol(self) -> asyncio.Protocol:
@@ -67,12 +68,13 @@ class _Entrance:
         listener.setblocking(False)
         self._open()
 
-    def close(self) -> None:
-        """Take no more; who waits in the queue is told so by the system."""
+    async def close(self) -> None:
+        """Take no more, once those that are coming are in; who waits in the queue is told so by the system."""
         if self._pause is not None:
             self._pause.cancel()
         asyncio.get_running_loop().remove_reader(self._listener)
         self._listener.close()
+        await asyncio.gather(*self._coming, return_exceptions=True)
 
     def _open(self) -> None:
         self._pause = None
@@ -88,13 +90,12 @@ class _Entrance:
         for _ in range(min(places, _AT_ONCE)):
             try:
                 client, _ = self._listener.accept()
-            except _GONE:
-                return
-            except OSError as error:  # no file or no memory is left
-                self._say(error)
-                self._doors.make_room(1)
-                self._wait(_FAILED_S)
-                return
+            except OSError as error:
+                if error.errno in _NONE_LEFT:
+                    self._say(error)
+                    self._doors.make_room(1)
+                    self._wait(_FAILED_S)
+                return  # else nobody waits, or one who has left
             task = asyncio.get_running_loop().create_task(self._enter(client))
             self._coming.add(task)
             task.add_done_callback(self._coming.discard)

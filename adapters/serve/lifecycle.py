@@ -108,7 +108,7 @@ def serve_until_stopped(
     if 2 * limits.connections <= most:
         LOGGER.warning(
             "%d connections at most are let in, and %d requests may be answered or wait: then nobody else is heard, "
-            "who asks for /health neither",
+            "who asks for /health neither; raise --max-connections, or lower --slots and --queue",
             *(2 * limits.connections, most),
         )
     doors = Doors(limits, closed=lambda: scheduler.admission.closed)

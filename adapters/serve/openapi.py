@@ -172,7 +172,10 @@ def _described(operation: _Operation, *, keyed: bool) -> Json:
     generates = {"headers": identified} if operation.stream is not None else {}
     responses: Json = {"200": {"description": "The answer.", **generates, "content": _content_of(operation)}}
     if operation.path in ("/", "/health"):
-        responses["503"] = {"description": "The engine has failed.", "content": _content_of(operation)}
+        responses["503"] = {
+            "description": "The engine has failed, or the server stops.",
+            "content": _content_of(operation),
+        }
     error = {_JSON: {"schema": _ref("OllamaError" if operation.ollama else "Error")}}
     for status in (*operation.errors, *((401,) if keyed else ())):
         headers = dict(identified)

@@ -11,7 +11,7 @@ _BEFORE_PATH = re.compile(rb"https?://[^/]+", re.IGNORECASE)
 
 
 class OriginForm:
-    """Middleware that leaves the path alone of such a target (RFC 9112, 3.2.2).
+    """Middleware that keeps only the path of such a target (RFC 9112, 3.2.2).
 
     Whose host it names is not looked at, no more than the header `host` is: this server has one. https is what a proxy
     in front may have been asked.

@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 import numpy as np
 
-__all__ = ["Batch", "Batches", "Prefetch", "repeats"]
+__all__ = ["Batch", "Batches", "Prefetch"]
 
 _AHEAD = 4  # batches
 _Array = np.ndarray[Any, Any]
@@ -83,26 +83,6 @@ class Batches:
         rows = [_order(self.seed, epoch, count)[place] for epoch, place in places]
         repeated = None if self.repeated is None else self.repeated[rows]
         return Batch(tokens=self.generated[rows].astype(np.int32), repeated=repeated)
-
-
-def repeats(texts: _Array, n: int = 4) -> _Array:
-    """Which tokens end a run of n that was there before.
-
-    Args:
-        texts: ids[M, T + 1].
-        n: tokens of a run.
-
-    Returns:
-        bool[M, T], of all tokens but the first.
-    """
-    found = np.zeros((len(texts), texts.shape[1] - 1), dtype=bool)
-    for row, text in enumerate(texts.tolist()):
-        seen: set[tuple[int, ...]] = set()
-        for end in range(n, len(text) + 1):
-            run = tuple(text[end - n : end])
-            found[row, end - 2] = run in seen
-            seen.add(run)
-    return found
 
 
 class Prefetch:

@@ -13,7 +13,9 @@ from posttrainllm.evals.zoo.optimizer import Moments
 __all__ = ["last_checkpoint", "load_checkpoint", "save_checkpoint"]
 
 
-def save_checkpoint(out: Path, step: int, parameters: dict[str, mx.array], moments: Moments, state: object) -> None:
+def save_checkpoint(
+    out: Path, step: int, parameters: dict[str, mx.array], moments: Moments, state: object, texts: mx.array | None
+) -> None:
     """Write a checkpoint whole or not at all, then remove the older ones.
 
     Args:
@@ -22,6 +24,7 @@ def save_checkpoint(out: Path, step: int, parameters: dict[str, mx.array], momen
         parameters: float32, by name.
         moments: of the optimiser.
         state: what JSON can hold.
+        texts: of ids, that the run is in the middle of.
 
     Raises:
         OSError: the disk is full or not to be written.
@@ -32,6 +35,7 @@ def save_checkpoint(out: Path, step: int, parameters: dict[str, mx.array], momen
     arrays = {f"parameters:{name}": array for name, array in parameters.items()}
     arrays |= {f"first:{name}": array for name, array in moments.first.items()}
     arrays |= {f"second:{name}": array for name, array in moments.second.items()}
+    arrays |= {} if texts is None else {"texts:": texts}
     try:
         mx.save_safetensors(str(unfinished / "state.safetensors"), arrays)
     except RuntimeError as error:  # MLX's word for what the file system refused
@@ -50,19 +54,19 @@ def last_checkpoint(out: Path) -> Path | None:
     return max(found, default=None)
 
 
-def load_checkpoint(folder: Path) -> tuple[dict[str, mx.array], Moments, dict[str, Any]]:
+def load_checkpoint(folder: Path) -> tuple[dict[str, mx.array], Moments, dict[str, Any], mx.array | None]:
     """Read a checkpoint.
 
     Args:
         folder: of `last_checkpoint`.
 
     Returns:
-        Parameters, moments, and what was given as state.
+        Parameters, moments, and what was given as state and as texts.
 
     Raises:
         click.ClickException: a file of it is missing or torn.
     """
-    parts: dict[str, dict[str, mx.array]] = {"parameters": {}, "first": {}, "second": {}}
+    parts: dict[str, dict[str, mx.array]] = {"parameters": {}, "first": {}, "second": {}, "texts": {}}
     try:
         state: dict[str, Any] = json.loads((folder / "state.json").read_text(encoding="utf-8"))
         arrays = mx.load(str(folder / "state.safetensors"))
@@ -73,4 +77,5 @@ def load_checkpoint(folder: Path) -> tuple[dict[str, mx.array], Moments, dict[st
         mx.eval(arrays)
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise click.ClickException(f"{folder}: cannot be resumed: {type(error).__name__}: {error}") from None
-    return parts["parameters"], Moments(first=parts["first"], second=parts["second"]), state
+    moments = Moments(first=parts["first"], second=parts["second"])
+    return parts["parameters"], moments, state, parts["texts"].get("")

@@ -121,8 +121,8 @@ def unlikelihood(logits: mx.array, targets: mx.array, counted: mx.array) -> mx.a
     Returns:
         float32[], the mean of -log(1 - p) over them, nats; 0 where there are none.
     """
-    others = 1 - mx.exp(-losses(logits, targets))
-    costs = mx.where(counted, -mx.log(mx.maximum(others, 1e-4)), 0.0)
+    others = -mx.expm1(-losses(logits, targets))  # 1 - p, in full where p is nearly 1
+    costs = mx.where(counted, -mx.log(mx.maximum(others, 1e-7)), 0.0)
     return costs.sum() / mx.maximum(counted.sum(), 1)
 
 

@@ -1,4 +1,4 @@
-"""Texts that the target itself writes: acceptance is measured on such text, so a draft may train on it."""
+"""Texts that a model writes itself. Acceptance is measured on what the target writes, so a draft may train on that."""
 
 import contextlib
 import hashlib
@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-__all__ = ["target_texts"]
+__all__ = ["prompt_tokens", "target_texts", "write_texts"]
 
 _PROMPT = 32  # tokens
 _AT_ONCE = 256  # rows
@@ -26,7 +26,7 @@ def target_texts(
     origin: str,
     folder: Path,
 ) -> "np.ndarray[Any, Any]":
-    """Continue windows of the training text, some greedily and the rest at temperature 1.
+    """What `write_texts` makes, kept for a run that resumes.
 
     Args:
         target: mlx-lm's module.
@@ -47,7 +47,38 @@ def target_texts(
         kept: np.ndarray[Any, Any] = np.load(file, allow_pickle=False)
         if kept.shape == (rows, sequence + 1):
             return kept
-    prompt = min(_PROMPT, sequence // 2)
+    found = write_texts(target, ids, rows=rows, sequence=sequence, seed=seed, greedy_share=greedy_share)
+    folder.mkdir(parents=True, exist_ok=True)
+    np.save(file, found)
+    return found
+
+
+def prompt_tokens(sequence: int) -> int:
+    """How many tokens of a text are the training text's, and not the model's own.
+
+    Args:
+        sequence: tokens of a text, less one.
+    """
+    return min(_PROMPT, sequence // 2)
+
+
+def write_texts(
+    module: nn.Module, ids: "np.ndarray[Any, Any]", *, rows: int, sequence: int, seed: int, greedy_share: float
+) -> "np.ndarray[Any, Any]":
+    """Continue windows of the training text, some greedily and the rest at temperature 1.
+
+    Args:
+        module: mlx-lm's module of the model that writes.
+        ids: uint16[N], the training text.
+        rows: how many.
+        sequence: tokens of each, and one more.
+        seed: of prompts and draws.
+        greedy_share: of the rows.
+
+    Returns:
+        uint16[rows, sequence + 1].
+    """
+    prompt = prompt_tokens(sequence)
     starts = np.random.default_rng([seed, rows]).integers(0, len(ids) - prompt, rows)
     prompts = np.stack([ids[start : start + prompt] for start in starts]).astype(np.int32)
     greedy = np.arange(rows) % 100 < 100 * greedy_share
@@ -55,25 +86,22 @@ def target_texts(
     for first in range(0, rows, _AT_ONCE):
         part = slice(first, first + _AT_ONCE)
         random = mx.random.key(seed + 1 + first)
-        parts.append(_continue(target, prompts[part], greedy[part], sequence + 1, random))
+        parts.append(_continue(module, prompts[part], greedy[part], sequence + 1, random))
     mx.clear_cache()  # what the caches took is for training now
-    found = np.concatenate(parts).astype(np.uint16)
-    folder.mkdir(parents=True, exist_ok=True)
-    np.save(file, found)
-    return found
+    return np.concatenate(parts).astype(np.uint16)
 
 
 def _continue(
-    target: nn.Module, prompts: "np.ndarray[Any, Any]", greedy: "np.ndarray[Any, Any]", length: int, key: mx.array
+    module: nn.Module, prompts: "np.ndarray[Any, Any]", greedy: "np.ndarray[Any, Any]", length: int, key: mx.array
 ) -> "np.ndarray[Any, Any]":
     from mlx_lm.models.cache import make_prompt_cache
 
-    cache = make_prompt_cache(target)
+    cache = make_prompt_cache(module)
     temperature_0 = mx.array(greedy)
     tokens = mx.array(prompts)
     pieces = [tokens]
     for _ in range(length - prompts.shape[1]):
-        logits = target(tokens, cache=cache)[:, -1].astype(mx.float32)  # [B, V]
+        logits = module(tokens, cache=cache)[:, -1].astype(mx.float32)  # [B, V]
         key, own = mx.random.split(key)
         drawn = mx.random.categorical(logits, key=own)
         tokens = mx.where(temperature_0, logits.argmax(axis=-1), drawn).astype(mx.int32)[:, None]  # [B, 1]

@@ -65,6 +65,7 @@ def _write_json(file: Path, content: object) -> None:
 
 def _card(name: str, preset: Preset, record: Mapping[str, Any]) -> str:
     shape, losses = preset.shape, record["held_out"]
+    loss = "none" if record["loss"] is None else f"{record['loss']:.4f}"
     rows = "\n".join(
         f"| {source} | {score['nats_per_token']:.4f} | {score['bits_per_character']:.4f} | {score['characters']:,} |"
         for source, score in losses.items()
@@ -86,7 +87,7 @@ A small causal language model of Python code and English prose, preset `{record[
 ## Training
 
 {record["tokens"]:,} tokens in {record["steps"]:,} steps and {record["seconds"]:.0f} seconds on {record["device"]};
-last training loss {record["loss"]:.4f}. Seed {record["settings"]["seed"]}, \
+last training loss {loss}. Seed {record["settings"]["seed"]}, \
 {record["settings"]["optimizer"]}, peak learning rate {record["settings"]["learning_rate"]:g}. The command:
 
     {record["command"]}

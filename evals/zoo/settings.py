@@ -36,9 +36,11 @@ class Settings:
     on_policy_rows: int
     on_policy_greedy: float
     unlikelihood: float
+    """Share of the batches."""
     rewrite_every: int
     """Steps."""
     until_repeated: float
+    """Share of the tokens."""
     resume: bool
     checkpoint_every: float
     """Minutes; 0 for none but the one at a stop."""
@@ -55,6 +57,6 @@ class Settings:
         """What a resumed run must share with the one it goes on with."""
         names = ("preset", "batch", "accumulate", "sequence", "learning_rate", "optimizer", "weight_decay", "warm_up")
         more = ("prose", "z_loss", "seed", "dtype", "distill_weight", "on_policy", "on_policy_rows", "on_policy_greedy")
-        last = ("unlikelihood", "rewrite_every", "until_repeated")
+        last = ("unlikelihood", "rewrite_every", "until_repeated") if self.unlikelihood else ()
         found: dict[str, object] = {name: getattr(self, name) for name in (*names, *more, *last)}
         return found | {"steps": self.budget.steps, "minutes": self.budget.minutes}

@@ -99,28 +99,22 @@ def _check(settings: Settings) -> None:
     if settings.on_policy and settings.distill_from is None:
         raise click.UsageError("--on-policy: got it without --distill-from, expected both")
     if settings.unlikelihood and (settings.init is None or settings.on_policy):
-        raise click.UsageError("--unlikelihood: expected --init with it, and no --on-policy")
+        got = "without --init" if settings.init is None else "with --on-policy"
+        raise click.UsageError(f"--unlikelihood: got it {got}, expected it with --init and without --on-policy")
 
 
 def _train(settings: Settings, began: float, device: str) -> bool:
     import mlx.core as mx
-    import mlx.nn as nn
 
     from posttrainllm.adapters.loading.fingerprint import fingerprint
-    from posttrainllm.evals.zoo.batches import Batches, repeats
-    from posttrainllm.evals.zoo.model import (
-        build_module,
-        load_any,
-        read_parameters,
-        same_vocabulary,
-        start_parameters,
-        with_parameters,
-    )
+    from posttrainllm.evals.zoo.batches import Batches
+    from posttrainllm.evals.zoo.model import build_module, load_any, read_parameters, same_vocabulary, start_parameters
     from posttrainllm.evals.zoo.on_policy import target_texts
     from posttrainllm.evals.zoo.output import write_model
     from posttrainllm.evals.zoo.step import compile_step
     from posttrainllm.evals.zoo.tokenizer import digest, read_tokenizer
     from posttrainllm.evals.zoo.trainer import Trainer
+    from posttrainllm.evals.zoo.unlearn import Loops
 
     preset, dtype = PRESETS[settings.preset], getattr(mx, settings.dtype)
     corpus = read_corpus(settings.corpus)
@@ -140,34 +134,21 @@ def _train(settings: Settings, began: float, device: str) -> bool:
     for name, folder in (("init", settings.init), ("distill_from", settings.distill_from)):
         origin |= {} if folder is None else {name: fingerprint(folder)}
     target = None if settings.distill_from is None else load_any(settings.distill_from, dtype)
-
-    def written(module: nn.Module, greedy_share: float, number: int = 0) -> Any:
-        return target_texts(
-            module,
+    generated = None
+    if settings.on_policy and target is not None:
+        generated = target_texts(
+            target,
             ids,
             rows=settings.on_policy_rows,
             sequence=settings.sequence,
-            seed=settings.seed + number,
-            greedy_share=greedy_share,
-            origin=" ".join((*origin.values(), str(number))),
+            seed=settings.seed,
+            greedy_share=settings.on_policy_greedy,
+            origin=" ".join(origin.values()),
             folder=settings.out,
         )
-
-    generated = None
-    if settings.on_policy and target is not None:
-        generated = written(target, settings.on_policy_greedy)
         _say(f"the target wrote {generated.size:,} tokens, {time.monotonic() - began:.1f} s after the start")
-    module = build_module(preset)
-
-    def rewrite(batches: Batches, parameters: dict[str, mx.array], number: int) -> Batches | None:
-        texts = written(with_parameters(module, parameters, dtype), 1.0, number)
-        found = repeats(texts)
-        _say(f"it wrote {texts.size:,} tokens; {found.mean():.1%} end a run of 4 that was there before")
-        few = found.mean() <= settings.until_repeated
-        return None if few else attrs.evolve(batches, generated=texts, repeated=found)
-
     functions = compile_step(
-        module,
+        build_module(preset),
         target,
         dtype=dtype,
         optimizer=settings.optimizer,
@@ -195,7 +176,7 @@ def _train(settings: Settings, began: float, device: str) -> bool:
         ),
         fingerprint=origin,
         say=_say,
-        rewrite=rewrite if settings.unlikelihood else None,
+        loops=Loops(settings, ids, _say) if settings.unlikelihood else None,
     )
     if settings.resume:
         trainer.resume()
@@ -214,7 +195,7 @@ def _train(settings: Settings, began: float, device: str) -> bool:
         "steps": trainer.step,
         "tokens": trainer.step * settings.accumulate * settings.batch * settings.sequence,
         "seconds": trainer.seconds,
-        "loss": trainer.loss,
+        "loss": trainer.loss if trainer.step else None,
         "held_out": scores,
         "curve": trainer.curve,
     }

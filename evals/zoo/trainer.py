@@ -18,6 +18,7 @@ from posttrainllm.evals.zoo.optimizer import first_moments, step_scalars
 from posttrainllm.evals.zoo.schedule import rate_at
 from posttrainllm.evals.zoo.settings import Settings
 from posttrainllm.evals.zoo.step import StepFunctions
+from posttrainllm.evals.zoo.unlearn import Loops
 
 __all__ = ["Trainer"]
 
@@ -37,15 +38,16 @@ class Trainer:
         parameters: dict[str, mx.array],
         fingerprint: dict[str, str],
         say: Callable[[str], None],
-        rewrite: Callable[[Batches, dict[str, mx.array], int], Batches | None] | None = None,
+        loops: Loops | None,
     ) -> None:
         self._settings, self._functions, self._batches, self._held_out = settings, functions, batches, held_out
-        self._fingerprint, self._say, self._rewrite = fingerprint, say, rewrite
+        self._fingerprint, self._say, self._loops = fingerprint, say, loops
         self.parameters = parameters
         self.moments = first_moments(parameters, settings.optimizer)
         self.step, self.seconds, self.loss = 0, 0.0, float("nan")
         self.curve: list[dict[str, Any]] = []
-        self._signalled, self._first, self._saved = False, True, time.monotonic()
+        self._signalled, self._saved = False, time.monotonic()
+        self._compiled: set[bool] = set()  # kinds of batches
         self._pending: list[tuple[int, mx.array, mx.array, float]] = []
         self._unread: list[tuple[int, mx.array, mx.array, float]] = []
 
@@ -54,12 +56,14 @@ class Trainer:
         folder = last_checkpoint(self._settings.out)
         if folder is None:
             return False
-        parameters, moments, state = load_checkpoint(folder)
+        parameters, moments, state, texts = load_checkpoint(folder)
         own, its = self._identity, state["identity"]
         for name in sorted(own.keys() | its.keys()):
             if own.get(name) != its.get(name):
                 raise click.ClickException(f"{folder}: {name}: got {own.get(name)!r}, expected {its.get(name)!r}")
         self.parameters, self.moments = parameters, moments
+        if self._loops is not None:
+            self._loops.texts = texts
         self.step, self.seconds = state["step"], state["seconds"]
         self.loss = float("nan") if state["loss"] is None else state["loss"]
         self.curve = state["curve"]
@@ -77,26 +81,27 @@ class Trainer:
             "loss": None if self.loss != self.loss else self.loss,
             "curve": self.curve,
         }
-        save_checkpoint(self._settings.out, self.step, self.parameters, self.moments, state)
+        texts = None if self._loops is None else self._loops.texts
+        save_checkpoint(self._settings.out, self.step, self.parameters, self.moments, state, texts)
         if line:
             self._say(line)
         self._say(f"checkpoint at step {self.step:,}, written in {time.monotonic() - began:.1f} s")
 
     def run(self, began: float) -> bool:
-        """Train until the budget is used.
+        """Train until the budget is used, or until nothing is left to unlearn.
 
         Args:
             began: of the process, on the monotonic clock.
 
         Returns:
-            Whether it is; False after a signal or --stop-after, with a checkpoint written.
+            Whether it has come to that; False after a signal or --stop-after, with a checkpoint written.
 
         Raises:
             click.ClickException: no loss since the last one that was said is finite.
         """
         before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
-            while self._share() < 1 and self._has_text():
+            while self._share() < 1 and self._write_anew():
                 if not self._round(began):
                     return False
             self._read()
@@ -105,33 +110,31 @@ class Trainer:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _has_text(self) -> bool:
-        """Have texts written anew where that is due; False where there is nothing left to unlearn."""
-        if self._rewrite is None:
+    def _write_anew(self) -> bool:
+        """Have texts written where that is due; False where nothing is left to unlearn."""
+        if self._loops is None:
             return True
-        batches = self._rewrite(self._batches, self.parameters, self.step // self._settings.rewrite_every)
+        batches = self._loops.put_into(self._batches, self.parameters, self.step)
         self._batches = self._batches if batches is None else batches
         return batches is not None
 
     def _round(self, began: float) -> bool:
         """Train until the budget is used or texts are to be written anew; False where it has to stop before."""
-        every = None if self._rewrite is None else self._settings.rewrite_every
-        last = None if every is None else (self.step // every + 1) * every
+        last = None if self._loops is None else self._loops.last_step(self.step)
         with Prefetch(self._batches, self.step * self._settings.accumulate) as prefetch:
             return self._loop(prefetch, began, last)
 
     def _loop(self, prefetch: Prefetch, began: float, last: int | None) -> bool:
         settings = self._settings
-        # of the schedule's clock: the first step's compilation is not on it
-        origin = None if self._first else time.monotonic()
-        done_before = self.seconds
+        origin, done_before = time.monotonic(), self.seconds  # of the schedule's clock
         while self._share() < 1 and self.step != last:
+            kinds = len(self._compiled)
             self._one_step(prefetch)
-            if origin is None:
+            if kinds < len(self._compiled):  # its compilation is not on the clock
                 mx.eval(self.parameters)
-                origin = time.monotonic()
-                self._first = False
-                self._say(f"first step: {origin - began:.1f} s after the start")
+                origin = time.monotonic() - (self.seconds - done_before)
+                if kinds == 0:
+                    self._say(f"first step: {time.monotonic() - began:.1f} s after the start")
             while len(self._pending) > _IN_FLIGHT:
                 mx.eval(self._pending.pop(0)[1])
             self.seconds = done_before + time.monotonic() - origin
@@ -147,6 +150,8 @@ class Trainer:
             if settings.checkpoint_every and now - self._saved >= 60 * settings.checkpoint_every:
                 origin += self._aside(self.save)
                 self._saved = time.monotonic()
+            if self.step == last:  # what is in flight belongs to this round's time, and what follows does not
+                mx.eval(self.parameters)
             self.seconds = done_before + time.monotonic() - origin
         return True
 
@@ -178,6 +183,7 @@ class Trainer:
 
     def _gradient(self, batch: Batch) -> tuple[dict[str, mx.array], mx.array]:
         tokens = mx.array(batch.tokens)
+        self._compiled.add(batch.repeated is None)
         if batch.repeated is None:
             return self._functions.gradient(self.parameters, tokens)
         return self._functions.unlearn(self.parameters, tokens, mx.array(batch.repeated))

@@ -126,7 +126,7 @@ def _measure(pair: Pair, shape: CostShape, mode: Mode, progress: Callable[[], No
         if done >= _LEAST_ROUNDS and time.perf_counter() - began > _BUDGET_S:
             break
         for draft_k, run in runs.items():
-            run()  # after another kind of step the processor's caches hold what that one used: 5 to 30 % slower
+            run()  # after another kind of step the processor's caches hold what that one used: up to half slower
             started = time.perf_counter()
             run()
             times[draft_k].append(time.perf_counter() - started)

@@ -190,11 +190,11 @@ def choose_prompts(
     if len(found) <= warm_up:
         raise UsageError(
             f"--prompt-tokens: got {tokens}, expected no more than the prompts have: {len(found)} of {len(texts)} "
-            f"are as long, and {warm_up + 1} are needed"
+            f"are as long and differ, and {warm_up + 1} are needed"
         )
     if len(found) < count:
         raise UsageError(
-            f"--repeats: got {count - warm_up}, expected at most {max(len(found) - warm_up, 0)}: a prompt of {tokens} "
+            f"--repeats: got {count - warm_up}, expected at most {len(found) - warm_up}: a prompt of {tokens} "
             f"tokens for each and {warm_up} to warm up"
         )
     return [found[index * len(found) // count] for index in range(count)]

@@ -289,8 +289,8 @@ RUNS = {
     for flight, bound in IN_FLIGHT.items()
 }
 _FAST_RUNS = [name for name in RUNS if name.startswith("noisy") or "two steps" in name]
-ROWS_RUN = {f"{mode}, {flight}": (MODES[mode], bound) for mode in MODES for flight, bound in IN_FLIGHT.items()}
-_FAST_ROWS = [name for name in ROWS_RUN if name.startswith(("leviathan", "penalties")) or "two steps" in name]
+ROW_RUNS = {f"{mode}, {flight}": (MODES[mode], bound) for mode in MODES for flight, bound in IN_FLIGHT.items()}
+_FAST_ROWS = [name for name in ROW_RUNS if name.startswith(("leviathan", "penalties")) or "two steps" in name]
 
 
 @pytest.mark.parametrize(("draft", "options", "pipelined"), mostly_slow(RUNS, *_FAST_RUNS), indirect=["pipelined"])
@@ -310,7 +310,7 @@ def test_output_is_that_of_plain_decoding_at_the_same_width(draft, options, pipe
         assert 4 in lengths
 
 
-@pytest.mark.parametrize(("options", "pipelined"), mostly_slow(ROWS_RUN, *_FAST_ROWS), indirect=["pipelined"])
+@pytest.mark.parametrize(("options", "pipelined"), mostly_slow(ROW_RUNS, *_FAST_ROWS), indirect=["pipelined"])
 def test_a_row_gets_the_same_ids_and_lengths_alone_and_among_others(pair, options, pipelined):
     requests = [request_of(prompt, seed=row, **options) for row, prompt in enumerate(PROMPTS)]
     requests[1] = request_of(PROMPTS[1], temperature=0.9, seed=8)

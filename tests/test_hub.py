@@ -142,10 +142,7 @@ def test_a_pair_of_the_hub_can_be_gated_and_its_traces_replayed(hub, tmp_path):
     [
         ("owner/huge", {}, "the hub answers 404 (does it exist, is it private or gated?)"),
         ("owner/tiny", {"HF_HUB_OFFLINE": "1"}, "the hub cannot be reached and its cache here does not hold it"),
-        pytest.param(
-            *("owner/tiny", {"HF_ENDPOINT": "http://127.0.0.1:9"}, "the hub cannot be reached"),
-            marks=pytest.mark.slow,  # nearly the one before
-        ),
+        ("owner/tiny", {"HF_ENDPOINT": "http://127.0.0.1:9"}, "the hub cannot be reached"),
     ],
     ids=["unknown", "offline", "unreachable"],
 )

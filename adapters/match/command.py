@@ -88,12 +88,12 @@ def _setting_of(pair: Pair) -> dict[str, Any]:
     """What the numbers were measured on."""
     from posttrainllm.adapters.match.measure import MAX_TOKENS, PROMPTS
 
-    runtime = pair.runtime
+    runtime, packing = pair.runtime, pair.target.packing
     return {
         "target": pair.target.name,
         "dtype": pair.target.dtype,
         **({} if not pair.adapters else {"adapters": pair.adapters}),
-        **({} if pair.target.packing is None else {"kv_bits": pair.target.packing.bits}),
+        **({} if packing is None else {"kv_bits": packing.bits, "kv_group_size": packing.group_size}),
         "device": runtime.device,
         "device_name": runtime.device_name,
         "blas": runtime.blas,

@@ -33,22 +33,22 @@ def make_app(scheduler: Scheduler, settings: ServeSettings, *, cors_origins: tup
     """
     guard = Guard(scheduler, settings.api_key)
     encoder = ThreadPoolExecutor(max_workers=1, thread_name_prefix="encode")
-    told, generating = Reports(scheduler, settings, encoder), Generating(scheduler, settings, guard, encoder)
+    reports, generating = Reports(scheduler, settings, encoder), Generating(scheduler, settings, guard, encoder)
     routes = [  # GET is HEAD, too
-        Route("/", told.root, methods=["GET"]),
-        Route("/health", told.health, methods=["GET"]),
-        Route("/metrics", guard.guarded(told.metrics), methods=["GET"]),
-        Route("/openapi.json", guard.guarded(told.openapi), methods=["GET"]),
-        Route("/v1/models", guard.guarded(told.models), methods=["GET"]),
-        Route("/v1/models/{name:path}", guard.guarded(told.model), methods=["GET"]),
+        Route("/", reports.root, methods=["GET"]),
+        Route("/health", reports.health, methods=["GET"]),
+        Route("/metrics", guard.guarded(reports.metrics), methods=["GET"]),
+        Route("/openapi.json", guard.guarded(reports.openapi), methods=["GET"]),
+        Route("/v1/models", guard.guarded(reports.models), methods=["GET"]),
+        Route("/v1/models/{name:path}", guard.guarded(reports.model), methods=["GET"]),
         Route("/v1/chat/completions", generating.endpoint(CHAT), methods=["POST"]),
         Route("/v1/completions", generating.endpoint(COMPLETIONS), methods=["POST"]),
         Route("/api/chat", generating.endpoint(OLLAMA_CHAT, ollama_refusal), methods=["POST"]),
         Route("/api/generate", generating.endpoint(OLLAMA_GENERATE, ollama_refusal), methods=["POST"]),
-        Route("/api/ps", guard.guarded(told.running, refused=ollama_refusal), methods=["GET"]),
-        Route("/api/tags", guard.guarded(told.tags, refused=ollama_refusal), methods=["GET"]),
-        Route("/api/show", guard.guarded(told.show, refused=ollama_refusal), methods=["POST"]),
-        Route("/api/version", guard.guarded(told.version, refused=ollama_refusal), methods=["GET"]),
+        Route("/api/ps", guard.guarded(reports.running, refused=ollama_refusal), methods=["GET"]),
+        Route("/api/tags", guard.guarded(reports.tags, refused=ollama_refusal), methods=["GET"]),
+        Route("/api/show", guard.guarded(reports.show, refused=ollama_refusal), methods=["POST"]),
+        Route("/api/version", guard.guarded(reports.version, refused=ollama_refusal), methods=["GET"]),
     ]
     cors = Middleware(
         CORSMiddleware,

@@ -15,7 +15,7 @@ from posttrainllm.adapters.serve.answers import EventStream
 from posttrainllm.adapters.serve.body import parse_object, read_body
 from posttrainllm.adapters.serve.dialect import Dialect
 from posttrainllm.adapters.serve.errors import as_api_error, renamed
-from posttrainllm.adapters.serve.guard import Endpoint, Guard, Refused
+from posttrainllm.adapters.serve.guard import Endpoint, Guard, Refuse
 from posttrainllm.adapters.serve.prepare import count_choices
 from posttrainllm.adapters.serve.scheduler import Scheduler
 from posttrainllm.adapters.serve.settings import ServeSettings
@@ -41,7 +41,7 @@ class Generating:
     def __init__(self, scheduler: Scheduler, settings: ServeSettings, guard: Guard, encoder: Executor) -> None:
         self._scheduler, self._settings, self._guard, self._encoder = scheduler, settings, guard, encoder
 
-    def endpoint(self, dialect: Dialect, refused: Refused | None = None) -> Endpoint:
+    def endpoint(self, dialect: Dialect, refused: Refuse | None = None) -> Endpoint:
         """The endpoint of a dialect.
 
         Args:

@@ -13,10 +13,10 @@ from posttrainllm.adapters.serve.refusals import refusal
 from posttrainllm.adapters.serve.scheduler import Scheduler
 from posttrainllm.kernel.errors import PosttrainllmError
 
-__all__ = ["Endpoint", "Guard", "Refused"]
+__all__ = ["Endpoint", "Guard", "Refuse"]
 
 Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
-Refused: TypeAlias = Callable[[Request, ApiError], Response]
+Refuse: TypeAlias = Callable[[Request, ApiError], Response]
 
 
 class Guard:
@@ -30,7 +30,7 @@ class Guard:
     def __init__(self, scheduler: Scheduler, api_key: str | None) -> None:
         self._scheduler, self._api_key = scheduler, api_key
 
-    def guarded(self, endpoint: Endpoint, counted: str | None = None, *, refused: Refused | None = None) -> Endpoint:
+    def guarded(self, endpoint: Endpoint, counted: str | None = None, *, refused: Refuse | None = None) -> Endpoint:
         """Ask for the key first, turn our errors into answers, and count a request.
 
         Args:

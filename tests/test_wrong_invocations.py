@@ -106,7 +106,8 @@ def test_a_wrong_invocation_is_one_line(place, monkeypatch, code, arguments, mes
 def test_prompts_that_are_too_short_for_a_measurement_are_counted(place, monkeypatch):
     monkeypatch.chdir(place)
     done = CliRunner().invoke(cli, ["bench", "--prompts-file", "prompts.jsonl"])
-    expected = "--prompt-tokens: got 64, expected no more than the prompts have: 0 of 1 are as long and differ, and 2 are needed"
+    expected = "--prompt-tokens: got 64, expected no more than the prompts have: 0 of 1 are as long and differ, "
+    expected += "and 2 are needed"
     assert (done.exit_code, done.stderr) == (2, f"error: {expected}\n")
 
 

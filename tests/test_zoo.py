@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 
 from posttrainllm.adapters.loading.pair import embedded_path, load_pair
 from posttrainllm.evals.counting import repeated_share
+from posttrainllm.evals.zoo import on_policy
 from posttrainllm.evals.zoo import trainer as trainer_module
 from posttrainllm.evals.zoo.batches import Batches, Prefetch
 from posttrainllm.evals.zoo.checkpoint import last_checkpoint, load_checkpoint
@@ -207,8 +208,8 @@ def test_a_distilled_toy_is_closer_to_its_target_than_its_control(cycle, trained
     mixed = write_corpus(tmp_path / "mixed", "".join(random.Random(1).choices(WORDS, k=4000)), "".join(WORDS) * 3)
     steps = ("--steps", "80", "--learning-rate", "5e-3")
     train(mixed, tmp_path / "control", *steps)
-    on_policy = ("--on-policy", "0.5", "--on-policy-rows", "8")
-    train(mixed, tmp_path / "distilled", *steps, "--distill-from", trained, *on_policy)
+    of_target = ("--on-policy", "0.5", "--on-policy-rows", "8")
+    train(mixed, tmp_path / "distilled", *steps, "--distill-from", trained, *of_target)
     (file,) = (tmp_path / "distilled").glob("on_policy-*.npy")
     ids = mx.array(np.load(file).astype(np.int32)[:, :-1])
     target = load_any(trained, mx.float32)(ids)
@@ -325,6 +326,22 @@ def test_what_ends_a_repeated_run_of_its_own_text_becomes_unlikely(trained, cycl
         chances.append(np.exp(-np.array(nats))[counted].mean())
     assert chances[0] > 0.5
     assert chances[1] < 0.1 * chances[0]
+
+
+def test_texts_written_in_parts_are_those_written_at_once(trained, cycle, monkeypatch):
+    ids = training_ids(read_corpus(cycle), Tokenizer.from_file(str(TOKENIZER)), "x")
+    module, options = load_any(trained, mx.float32), {"rows": 5, "sequence": 32, "seed": 0, "greedy_share": 1.0}
+    at_once, sizes, write = write_texts(module, ids, **options), [], on_policy._continue
+
+    def counting(module, prompts, *rest):
+        sizes.append(len(prompts))
+        return write(module, prompts, *rest)
+
+    monkeypatch.setattr(on_policy, "_continue", counting)
+    # float32 keys and values of 2 layers, 2 heads of 16, for 33 tokens; two rows and a half
+    monkeypatch.setattr(on_policy, "_CACHE_BYTES", 5 * 2 * 2 * 2 * 16 * 4 * 33 // 2)
+    np.testing.assert_array_equal(write_texts(module, ids, **options), at_once)
+    assert sizes == [2, 2, 1]
 
 
 def test_unlearning_ends_where_few_enough_runs_are_repeated(trained, cycle, tmp_path):

@@ -12,7 +12,7 @@ import numpy as np
 __all__ = ["prompt_tokens", "target_texts", "write_texts"]
 
 _PROMPT = 32  # tokens
-_AT_ONCE = 256  # rows
+_CACHE_BYTES = 2**32  # of the texts that are written at once
 
 
 def target_texts(
@@ -78,17 +78,27 @@ def write_texts(
     Returns:
         uint16[rows, sequence + 1].
     """
-    prompt = prompt_tokens(sequence)
+    prompt, at_once = prompt_tokens(sequence), _rows_at_once(module, sequence + 1)
     starts = np.random.default_rng([seed, rows]).integers(0, len(ids) - prompt, rows)
     prompts = np.stack([ids[start : start + prompt] for start in starts]).astype(np.int32)
     greedy = np.arange(rows) % 100 < 100 * greedy_share
     parts = []
-    for first in range(0, rows, _AT_ONCE):
-        part = slice(first, first + _AT_ONCE)
+    for first in range(0, rows, at_once):
+        part = slice(first, first + at_once)
         random = mx.random.key(seed + 1 + first)
         parts.append(_continue(module, prompts[part], greedy[part], sequence + 1, random))
     mx.clear_cache()  # what the caches took is for training now
     return np.concatenate(parts).astype(np.uint16)
+
+
+def _rows_at_once(module: nn.Module, length: int) -> int:
+    """The same on every machine: products of other numbers of rows may round differently."""
+    from mlx_lm.models.cache import make_prompt_cache
+
+    cache = make_prompt_cache(module)
+    module(mx.zeros((1, 1), dtype=mx.int32), cache=cache)
+    of_one = sum(array[:, :, :1].nbytes for layer in cache for array in (layer.keys, layer.values))  # [1, H, T, D]
+    return max(1, _CACHE_BYTES // (length * of_one))
 
 
 def _continue(

@@ -45,10 +45,9 @@ measured() {
 
 [ -e "$CORPUS/tokenizer.json" ] || zoo tokenizer --corpus "$CORPUS" --out "$CORPUS/tokenizer.json"
 
-alone() { # the drafts before they know the target, and what the same time gives without it
+alone() { # the drafts before they know the target
   for draft in $DRAFTS; do
     made "$draft" "$OUT/$draft-alone" --minutes "${DRAFT_MINUTES:-1.5}" $DRAFT_OPTIONS
-    made "$draft" "$OUT/$draft-control" --minutes "${DISTIL_MINUTES:-2}" $DISTIL_OPTIONS --init "$OUT/$draft-alone"
   done
 }
 
@@ -66,9 +65,6 @@ for draft in $DRAFTS; do
     --init "$OUT/$draft-alone" --distill-from "$OUT/$TARGET"
 done
 
-for model in $TARGET $DRAFTS; do
-  measured "heldout-$model" posttrainllm zoo evaluate "$OUT/$model" --corpus "$CORPUS" --limit-characters 400000
-done
 for draft in $DRAFTS; do
   for dtype in ${DTYPES:-bfloat16 float32}; do
     pair=("$OUT/$TARGET" --draft-model "$OUT/$draft" --dtype "$dtype")
@@ -78,5 +74,13 @@ for draft in $DRAFTS; do
     measured "accept-$name" posttrainllm.evals.accept_rate --model "${pair[@]}"
   done
 done
+for model in $TARGET $DRAFTS; do
+  measured "heldout-$model" posttrainllm zoo evaluate "$OUT/$model" --corpus "$CORPUS" --limit-characters 400000
+done
 measured "bench-k" posttrainllm bench "$OUT/$TARGET" --draft-model "$OUT/${DRAFTS%% *}" --repeats 3 --no-mlx-lm
+for draft in $DRAFTS; do # what the same time gives a draft that does not learn from the target
+  made "$draft" "$OUT/$draft-control" --minutes "${DISTIL_MINUTES:-2}" $DISTIL_OPTIONS --init "$OUT/$draft-alone"
+  measured "heldout-$draft-control" posttrainllm zoo evaluate "$OUT/$draft-control" --corpus "$CORPUS" --limit-characters 400000
+  measured "accept-$TARGET-$draft-control" posttrainllm.evals.accept_rate --model "$OUT/$TARGET" --draft-model "$OUT/$draft-control"
+done
 tail -n 20 "$OUT"/*-*.txt

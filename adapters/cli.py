@@ -13,7 +13,7 @@ from posttrainllm.adapters.lazy import LazyGroup
 from posttrainllm.adapters.messages import collapsed
 from posttrainllm.kernel.errors import PosttrainllmError, UsageError
 
-__all__ = ["cli", "main"]
+__all__ = ["GUESSED_COMMANDS", "cli", "main"]
 
 _COMMANDS = {
     "bench": ("posttrainllm.evals.throughput:bench", "Measure decoding with a draft and without, beside mlx-lm."),
@@ -28,6 +28,21 @@ _COMMANDS = {
     "sample": ("posttrainllm.adapters.sample.command:sample", "Decode one prompt, with a draft or without."),
     "zoo": ("posttrainllm.evals.zoo.command:zoo", "Build a corpus and train small models on it."),
 }
+GUESSED_COMMANDS = {
+    "benchmark": "bench",
+    "cli": "chat",
+    "complete": "sample",
+    "completion": "sample",
+    "evaluate": "zoo evaluate",
+    "generate": "sample",
+    "list": "doctor",
+    "ls": "doctor",
+    "perplexity": "zoo evaluate",
+    "run": "chat",
+    "server": "serve",
+    "train": "zoo train",
+}
+"""What mlx-lm, llama.cpp, vLLM and Ollama call a command, and the name here."""
 
 
 class _Group(LazyGroup):
@@ -92,7 +107,9 @@ def _print_version(ctx: click.Context, _: click.Parameter, value: bool) -> None:
     ctx.exit()
 
 
-@click.group(cls=_Group, lazy=_COMMANDS, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=_Group, lazy=_COMMANDS, guessed=GUESSED_COMMANDS, context_settings={"help_option_names": ["-h", "--help"]}
+)
 @click.option(
     "--version",
     is_flag=True,

@@ -2,6 +2,7 @@
 
 import importlib
 from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Any
 
 import click
@@ -14,11 +15,18 @@ class LazyGroup(click.Group):
 
     Args:
         lazy: by name, where the command is ("package.module:attribute") and its line in --help.
+        guessed: names that others have for these commands, and theirs here.
     """
 
-    def __init__(self, *args: Any, lazy: Mapping[str, tuple[str, str]], **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        lazy: Mapping[str, tuple[str, str]],
+        guessed: Mapping[str, str] | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
-        self._lazy = lazy
+        self._lazy, self._guessed = lazy, guessed or {}
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Names in the order of --help."""
@@ -32,6 +40,28 @@ class LazyGroup(click.Group):
         command = getattr(importlib.import_module(module), name)
         assert isinstance(command, click.Command)
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """The command of a line.
+
+        Raises:
+            UsageError: there is none of that name; with the one that may have been meant, or all.
+        """
+        try:
+            return super().resolve_command(ctx, args)
+        except click.NoSuchOption:
+            raise
+        except click.UsageError:
+            raise click.UsageError(f"no such command {args[0]}: {self._meant(ctx, args[0])}", ctx) from None
+
+    def _meant(self, ctx: click.Context, name: str) -> str:
+        if name in self._guessed:
+            return f"it is {self._guessed[name]} here"
+        names = self.list_commands(ctx)
+        close = get_close_matches(name, names, n=1)
+        return f"did you mean {close[0]}?" if close else f"expected one of {', '.join(names)}"
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the lines of --help."""

@@ -7,7 +7,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from posttrainllm.adapters.cli import cli
+from posttrainllm.adapters.cli import GUESSED_COMMANDS, cli
 from posttrainllm.adapters.guessed_options import GUESSED
 
 COMMANDS = {name: cli.get_command(click.Context(cli), name) for name in cli.list_commands(click.Context(cli))}
@@ -78,3 +78,26 @@ def test_no_row_stands_for_an_option_of_ours_or_repeats_what_click_suggests():
         assert not fitting or any(found != [answers[0]] for found in suggested), guessed
         for name, options in OPTIONS.items():
             assert guessed not in options or answers[0] not in options, (name, guessed)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "answer"),
+    [
+        (["generate", "--prompt", "a"], "generate: it is sample here"),
+        (["server"], "server: it is serve here"),
+        (["sampel"], "sampel: did you mean sample?"),
+        (["zoo", "trian"], "trian: did you mean train?"),
+        (["zoo", "xyzzy"], "xyzzy: expected one of corpus, evaluate, list, tokenizer, train"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_guessed_command_is_told_what_it_is_here(arguments, answer):
+    assert said(*arguments) == f"error: no such command {answer}"
+
+
+def test_no_guessed_command_hides_one_and_each_is_answered_with_one_there_is():
+    for guess, answer in GUESSED_COMMANDS.items():
+        assert guess not in COMMANDS
+        first, *rest = answer.split()
+        assert first in COMMANDS
+        assert all(name in COMMANDS[first].list_commands(click.Context(COMMANDS[first])) for name in rest)

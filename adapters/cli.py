@@ -8,12 +8,12 @@ from typing import Any, NoReturn
 
 import click
 
-from posttrainllm.adapters.guessed_options import no_such_option
+from posttrainllm.adapters.guessed_options import GUESSED_COMMANDS, no_such_option
 from posttrainllm.adapters.lazy import LazyGroup
 from posttrainllm.adapters.messages import collapsed
 from posttrainllm.kernel.errors import PosttrainllmError, UsageError
 
-__all__ = ["GUESSED_COMMANDS", "cli", "main"]
+__all__ = ["cli", "main"]
 
 _COMMANDS = {
     "bench": ("posttrainllm.evals.throughput:bench", "Measure decoding with a draft and without, beside mlx-lm."),
@@ -28,21 +28,6 @@ _COMMANDS = {
     "sample": ("posttrainllm.adapters.sample.command:sample", "Decode one prompt, with a draft or without."),
     "zoo": ("posttrainllm.evals.zoo.command:zoo", "Build a corpus and train small models on it."),
 }
-GUESSED_COMMANDS = {
-    "benchmark": "bench",
-    "cli": "chat",
-    "complete": "sample",
-    "completion": "sample",
-    "evaluate": "zoo evaluate",
-    "generate": "sample",
-    "list": "doctor",
-    "ls": "doctor",
-    "perplexity": "zoo evaluate",
-    "run": "chat",
-    "server": "serve",
-    "train": "zoo train",
-}
-"""What mlx-lm, llama.cpp, vLLM and Ollama call a command, and the name here."""
 
 
 class _Group(LazyGroup):

@@ -1,4 +1,4 @@
-"""What an option of mlx-lm, llama.cpp or vLLM is called here, for the error of those who try its name.
+"""What options and commands of mlx-lm, llama.cpp, vLLM and Ollama are called here, for the error of who tries theirs.
 
 Names that click's own suggestion gets right are not listed.
 """
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import click
 
-__all__ = ["GUESSED", "no_such_option"]
+__all__ = ["GUESSED", "GUESSED_COMMANDS", "no_such_option"]
 
 _MODEL = ("the model stands without an option, as in `{command} MODEL`",)
 _DRAFT_MODEL = ("--draft-model",)
@@ -71,6 +71,17 @@ GUESSED: dict[str, tuple[str, ...]] = {
     "--kv-cache-dtype": _KV_BITS,
 }
 """By a name of theirs: what it is here, or a sentence; the first of which the command has all that it names."""
+GUESSED_COMMANDS = {
+    "benchmark": "bench",  # mlx-lm
+    "cli": "chat",  # llama.cpp
+    "complete": "sample",  # vLLM
+    "completion": "sample",  # llama.cpp
+    "generate": "sample",  # mlx-lm
+    "perplexity": "zoo evaluate",  # llama.cpp, mlx-lm
+    "run": "chat",  # Ollama
+    "server": "serve",  # mlx-lm, llama.cpp
+}
+"""By a name of theirs: the command here."""
 _OF_A_REQUEST = ("--temperature", "--top-p", "--top-k", "--min-p", "--seed", "--stop", "--max-tokens")
 """Of `sample`, and of each request to a server."""
 

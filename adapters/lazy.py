@@ -7,6 +7,8 @@ from typing import Any
 
 import click
 
+from posttrainllm.adapters.messages import shown
+
 __all__ = ["LazyGroup"]
 
 
@@ -49,12 +51,10 @@ class LazyGroup(click.Group):
         Raises:
             UsageError: there is none of that name; with the one that may have been meant, or all.
         """
-        try:
+        name = args[0]
+        if name in self._lazy or name.startswith("-") or ctx.resilient_parsing:
             return super().resolve_command(ctx, args)
-        except click.NoSuchOption:
-            raise
-        except click.UsageError:
-            raise click.UsageError(f"no such command {args[0]}: {self._meant(ctx, args[0])}", ctx) from None
+        raise click.UsageError(f"no such command {shown(name)}: {self._meant(ctx, name)}", ctx)
 
     def _meant(self, ctx: click.Context, name: str) -> str:
         if name in self._guessed:

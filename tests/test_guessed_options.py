@@ -1,4 +1,4 @@
-"""Who types what mlx-lm, llama.cpp or vLLM call an option is told what it is here."""
+"""Who types what mlx-lm, llama.cpp, vLLM or Ollama call an option or a command is told what it is here."""
 
 import re
 from difflib import get_close_matches
@@ -7,8 +7,8 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from posttrainllm.adapters.cli import GUESSED_COMMANDS, cli
-from posttrainllm.adapters.guessed_options import GUESSED
+from posttrainllm.adapters.cli import cli
+from posttrainllm.adapters.guessed_options import GUESSED, GUESSED_COMMANDS
 
 COMMANDS = {name: cli.get_command(click.Context(cli), name) for name in cli.list_commands(click.Context(cli))}
 OPTIONS = {name: {text for param in found.params for text in param.opts} for name, found in COMMANDS.items()}
@@ -83,11 +83,13 @@ def test_no_row_stands_for_an_option_of_ours_or_repeats_what_click_suggests():
 @pytest.mark.parametrize(
     ("arguments", "answer"),
     [
-        (["generate", "--prompt", "a"], "generate: it is sample here"),
-        (["server"], "server: it is serve here"),
-        (["sampel"], "sampel: did you mean sample?"),
-        (["zoo", "trian"], "trian: did you mean train?"),
-        (["zoo", "xyzzy"], "xyzzy: expected one of corpus, evaluate, list, tokenizer, train"),
+        (["generate", "--prompt", "a"], '"generate": it is sample here'),
+        (["server"], '"server": it is serve here'),
+        (["sampel"], '"sampel": did you mean sample?'),
+        (["zoo", "trian"], '"trian": did you mean train?'),
+        (["a\x1b[31m"], '"a\\u001b[31m": expected one of ' + ", ".join(COMMANDS)),
+        ([""], '"": expected one of ' + ", ".join(COMMANDS)),
+        (["zoo", "xyzzy"], '"xyzzy": expected one of corpus, evaluate, list, tokenizer, train'),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -101,3 +103,7 @@ def test_no_guessed_command_hides_one_and_each_is_answered_with_one_there_is():
         first, *rest = answer.split()
         assert first in COMMANDS
         assert all(name in COMMANDS[first].list_commands(click.Context(COMMANDS[first])) for name in rest)
+
+
+def test_what_looks_like_an_option_is_not_taken_for_a_command():
+    assert said("--", "--version=3") == "error: Option '--version' does not take a value."

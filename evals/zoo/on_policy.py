@@ -12,7 +12,6 @@ import numpy as np
 __all__ = ["prompt_tokens", "target_texts", "write_texts"]
 
 _PROMPT = 32  # tokens
-_CACHE_BYTES = 2**32  # of the texts that are written at once
 
 
 def target_texts(
@@ -20,6 +19,7 @@ def target_texts(
     ids: "np.ndarray[Any, Any]",
     *,
     rows: int,
+    batch: int,
     sequence: int,
     seed: int,
     greedy_share: float,
@@ -32,6 +32,7 @@ def target_texts(
         target: mlx-lm's module.
         ids: uint16[N], the training text.
         rows: how many.
+        batch: of them at once; draws at temperature 1 depend on it.
         sequence: tokens of each, and one more.
         seed: of prompts and draws.
         greedy_share: of the rows.
@@ -41,13 +42,13 @@ def target_texts(
     Returns:
         uint16[rows, sequence + 1].
     """
-    key = hashlib.sha256(f"{origin} {rows} {sequence} {seed} {greedy_share}".encode()).hexdigest()[:16]
+    key = hashlib.sha256(f"{origin} {rows} {batch} {sequence} {seed} {greedy_share}".encode()).hexdigest()[:16]
     file = folder / f"on_policy-{key}.npy"
     with contextlib.suppress(OSError, ValueError, EOFError):  # none, or one that was cut off: it is made again
         kept: np.ndarray[Any, Any] = np.load(file, allow_pickle=False)
         if kept.shape == (rows, sequence + 1):
             return kept
-    found = write_texts(target, ids, rows=rows, sequence=sequence, seed=seed, greedy_share=greedy_share)
+    found = write_texts(target, ids, rows=rows, batch=batch, sequence=sequence, seed=seed, greedy_share=greedy_share)
     folder.mkdir(parents=True, exist_ok=True)
     np.save(file, found)
     return found
@@ -63,7 +64,14 @@ def prompt_tokens(sequence: int) -> int:
 
 
 def write_texts(
-    module: nn.Module, ids: "np.ndarray[Any, Any]", *, rows: int, sequence: int, seed: int, greedy_share: float
+    module: nn.Module,
+    ids: "np.ndarray[Any, Any]",
+    *,
+    rows: int,
+    batch: int,
+    sequence: int,
+    seed: int,
+    greedy_share: float,
 ) -> "np.ndarray[Any, Any]":
     """Continue windows of the training text, some greedily and the rest at temperature 1.
 
@@ -71,6 +79,7 @@ def write_texts(
         module: mlx-lm's module of the model that writes.
         ids: uint16[N], the training text.
         rows: how many.
+        batch: of them at once; draws at temperature 1 depend on it.
         sequence: tokens of each, and one more.
         seed: of prompts and draws.
         greedy_share: of the rows.
@@ -78,27 +87,17 @@ def write_texts(
     Returns:
         uint16[rows, sequence + 1].
     """
-    prompt, at_once = prompt_tokens(sequence), _rows_at_once(module, sequence + 1)
+    prompt = prompt_tokens(sequence)
     starts = np.random.default_rng([seed, rows]).integers(0, len(ids) - prompt, rows)
     prompts = np.stack([ids[start : start + prompt] for start in starts]).astype(np.int32)
     greedy = np.arange(rows) % 100 < 100 * greedy_share
     parts = []
-    for first in range(0, rows, at_once):
-        part = slice(first, first + at_once)
+    for first in range(0, rows, batch):
+        part = slice(first, first + batch)
         random = mx.random.key(seed + 1 + first)
         parts.append(_continue(module, prompts[part], greedy[part], sequence + 1, random))
     mx.clear_cache()  # what the caches took is for training now
     return np.concatenate(parts).astype(np.uint16)
-
-
-def _rows_at_once(module: nn.Module, length: int) -> int:
-    """The same on every machine: products of other numbers of rows may round differently."""
-    from mlx_lm.models.cache import make_prompt_cache
-
-    cache = make_prompt_cache(module)
-    module(mx.zeros((1, 1), dtype=mx.int32), cache=cache)
-    of_one = sum(array[:, :, :1].nbytes for layer in cache for array in (layer.keys, layer.values))  # [1, H, T, D]
-    return max(1, _CACHE_BYTES // (length * of_one))
 
 
 def _continue(

@@ -5,9 +5,10 @@
 #
 # CORPUS is a folder of `posttrainllm zoo corpus`; a tokenizer is trained into it where there is none. OUT gets the models
 # and one text file a measurement; what is there already is not made again, so a run that was cut off goes on.
-# Environment, with what a run on one NVIDIA H200 takes in half an hour:
+# Environment, with the defaults:
 #   TARGET=mega  DRAFTS="tiny tiny-shallow"  TARGET_MINUTES=12  DRAFT_MINUTES=1.5  DISTIL_MINUTES=2
 #   TARGET_OPTIONS, DRAFT_OPTIONS, DISTIL_OPTIONS   of `zoo train`
+#   TEXTS="--on-policy 0.3 --on-policy-rows 512"   that the target writes for its drafts
 #   DTYPES="bfloat16 float32"  REPEATS=16  PROMPTS=100
 #   SECOND_GPU=1   a GPU that trains the drafts while the first trains the target; none: one after the other
 #   CHECKPOINT_EVERY=5   minutes; 0: none, and a run that is killed starts anew
@@ -81,6 +82,9 @@ measured "bench-k" posttrainllm bench "$OUT/$TARGET" --draft-model "$OUT/${DRAFT
 for draft in $DRAFTS; do # what the same time gives a draft that does not learn from the target
   made "$draft" "$OUT/$draft-control" --minutes "${DISTIL_MINUTES:-2}" $DISTIL_OPTIONS --init "$OUT/$draft-alone"
   measured "heldout-$draft-control" posttrainllm zoo evaluate "$OUT/$draft-control" --corpus "$CORPUS" --limit-characters 400000
-  measured "accept-$TARGET-$draft-control" posttrainllm.evals.accept_rate --model "$OUT/$TARGET" --draft-model "$OUT/$draft-control"
+  for dtype in ${DTYPES:-bfloat16 float32}; do
+    measured "accept-$TARGET-$draft-control-$dtype" posttrainllm.evals.accept_rate \
+      --model "$OUT/$TARGET" --draft-model "$OUT/$draft-control" --dtype "$dtype"
+  done
 done
 tail -n 20 "$OUT"/*-*.txt

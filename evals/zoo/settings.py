@@ -34,6 +34,8 @@ class Settings:
     distill_weight: float
     on_policy: float
     on_policy_rows: int
+    on_policy_batch: int
+    """Rows written at once."""
     on_policy_greedy: float
     unlikelihood: float
     """Share of the batches."""
@@ -56,7 +58,17 @@ class Settings:
     def identity(self) -> dict[str, object]:
         """What a resumed run must share with the one it goes on with."""
         names = ("preset", "batch", "accumulate", "sequence", "learning_rate", "optimizer", "weight_decay", "warm_up")
-        more = ("prose", "z_loss", "seed", "dtype", "distill_weight", "on_policy", "on_policy_rows", "on_policy_greedy")
+        more = (
+            "prose",
+            "z_loss",
+            "seed",
+            "dtype",
+            "distill_weight",
+            "on_policy",
+            "on_policy_rows",
+            "on_policy_batch",
+            "on_policy_greedy",
+        )
         last = ("unlikelihood", "rewrite_every", "until_repeated") if self.unlikelihood else ()
         found: dict[str, object] = {name: getattr(self, name) for name in (*names, *more, *last)}
         return found | {"steps": self.budget.steps, "minutes": self.budget.minutes}

@@ -52,6 +52,9 @@ _MOST_LOGITS = 2**30  # of a batch: beyond, arrays of them have more elements th
 @click.option(
     "--on-policy-rows", type=click.IntRange(min=1), default=4096, show_default=True, help="Texts that are written."
 )
+@click.option(
+    "--on-policy-batch", type=click.IntRange(min=1), default=256, show_default=True, help="Of them written at once."
+)
 @click.option("--on-policy-greedy", type=_SHARE, default=0.5, show_default=True, help="Share of them at T=0.")
 @click.option(
     "--unlikelihood", type=_SHARE, default=0.0, show_default=True, help="Share of batches that unlearn its own loops."
@@ -140,6 +143,7 @@ def _train(settings: Settings, began: float, device: str) -> bool:
             target,
             ids,
             rows=settings.on_policy_rows,
+            batch=settings.on_policy_batch,
             sequence=settings.sequence,
             seed=settings.seed,
             greedy_share=settings.on_policy_greedy,

@@ -59,6 +59,7 @@ class Loops:
                 module,
                 self._ids,
                 rows=settings.on_policy_rows,
+                batch=settings.on_policy_batch,
                 sequence=settings.sequence,
                 seed=settings.seed + step // settings.rewrite_every,
                 greedy_share=1.0,

@@ -94,19 +94,35 @@ def test_shapes_that_make_no_engine_are_refused(pair, shape):
         Engine(pair, **{"rows": 1, "width": 5, "capacity": 256, **shape})
 
 
-def test_a_second_request_on_the_same_pair_traces_nothing(pair):
-    traces = []
-    plain = without_draft(pair)
-    forward = plain.target.forward
+def counting_traces(model):
+    """The model, and a list that grows when its forward is traced."""
+    traces, forward = [], model.forward
 
     def counting(tokens, kv, position):
-        traces.append(1)
+        traces.append(tokens.shape)
         return forward(tokens, kv, position)
 
-    counted = attrs.evolve(plain, target=attrs.evolve(plain.target, forward=counting))
+    return attrs.evolve(model, forward=counting), traces
+
+
+def test_a_second_request_on_the_same_pair_traces_nothing(pair):
+    plain = without_draft(pair)
+    target, traces = counting_traces(plain.target)
+    counted = attrs.evolve(plain, target=target)
     for _ in range(2):
         decode(counted, [PROMPT], width=1, count=6)
     assert len(traces) == 2  # one for the prefill, one for the step
+
+
+def test_a_second_request_with_a_draft_traces_nothing(pair):
+    target, of_target = counting_traces(pair.target)
+    draft, of_draft = counting_traces(pair.draft)
+    counted = attrs.evolve(pair, target=target, draft=draft)
+    decode(counted, [PROMPT], width=5, count=40)
+    traced = len(of_target), len(of_draft)
+    assert min(traced) > 0
+    decode(counted, [PROMPT[:-1]], width=5, count=60)
+    assert (len(of_target), len(of_draft)) == traced
 
 
 def test_the_capacity_holds_the_window_and_the_scratch_slot():

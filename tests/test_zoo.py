@@ -26,7 +26,7 @@ from posttrainllm.evals.zoo.command import zoo
 from posttrainllm.evals.zoo.data import read_corpus, training_ids
 from posttrainllm.evals.zoo.evaluate import held_out_scores
 from posttrainllm.evals.zoo.model import divergences, load_any, losses, unlikelihood
-from posttrainllm.evals.zoo.on_policy import write_texts
+from posttrainllm.evals.zoo.on_policy import Writing, write_texts
 from posttrainllm.evals.zoo.optimizer import apply_updates, clip, first_moments, step_scalars
 from posttrainllm.evals.zoo.output import write_model
 from posttrainllm.evals.zoo.presets import PRESETS
@@ -316,7 +316,8 @@ def test_what_ends_a_repeated_run_of_its_own_text_becomes_unlikely(trained, cycl
     assert "--init" in train(cycle, tmp_path / "alone", *options, code=2)
     train(cycle, tmp_path / "unlearnt", *options, "--init", trained)
     ids = training_ids(read_corpus(cycle), Tokenizer.from_file(str(TOKENIZER)), "x")
-    texts = write_texts(load_any(trained, mx.float32), ids, rows=8, batch=8, sequence=32, seed=0, greedy_share=1.0)
+    wanted = Writing(rows=8, batch=8, sequence=32, seed=0, greedy_share=1.0)
+    texts = write_texts(load_any(trained, mx.float32), ids, wanted)
     counted = repeats(texts)
     assert counted.any(axis=1).all()  # 33 tokens of a cycle of 26
     tokens = mx.array(texts.astype(np.int32))
@@ -330,15 +331,15 @@ def test_what_ends_a_repeated_run_of_its_own_text_becomes_unlikely(trained, cycl
 
 def test_greedy_texts_do_not_depend_on_how_many_are_written_at_once(trained, cycle, monkeypatch):
     ids = training_ids(read_corpus(cycle), Tokenizer.from_file(str(TOKENIZER)), "x")
-    module, options = load_any(trained, mx.float32), {"rows": 5, "sequence": 32, "seed": 0, "greedy_share": 1.0}
-    at_once, sizes, write = write_texts(module, ids, batch=5, **options), [], on_policy._continue
+    module, wanted = load_any(trained, mx.float32), Writing(rows=5, batch=5, sequence=32, seed=0, greedy_share=1.0)
+    at_once, sizes, write = write_texts(module, ids, wanted), [], on_policy._continue
 
     def counting(module, prompts, *rest):
         sizes.append(len(prompts))
         return write(module, prompts, *rest)
 
     monkeypatch.setattr(on_policy, "_continue", counting)
-    np.testing.assert_array_equal(write_texts(module, ids, batch=2, **options), at_once)
+    np.testing.assert_array_equal(write_texts(module, ids, attrs.evolve(wanted, batch=2)), at_once)
     assert sizes == [2, 2, 1]
 
 

@@ -5,24 +5,37 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
+import attrs
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-__all__ = ["prompt_tokens", "target_texts", "write_texts"]
+__all__ = ["Writing", "prompt_tokens", "target_texts", "write_texts"]
 
 _PROMPT = 32  # tokens
+
+
+@attrs.frozen(kw_only=True)
+class Writing:
+    """What texts are to be written."""
+
+    rows: int
+    """How many."""
+    batch: int
+    """Of them at once; draws at temperature 1 depend on it."""
+    sequence: int
+    """Tokens of each, and one more."""
+    seed: int
+    """Of prompts and draws."""
+    greedy_share: float
+    """Of the rows; the rest is drawn at temperature 1."""
 
 
 def target_texts(
     target: nn.Module,
     ids: "np.ndarray[Any, Any]",
+    wanted: Writing,
     *,
-    rows: int,
-    batch: int,
-    sequence: int,
-    seed: int,
-    greedy_share: float,
     origin: str,
     folder: Path,
 ) -> "np.ndarray[Any, Any]":
@@ -31,24 +44,20 @@ def target_texts(
     Args:
         target: mlx-lm's module.
         ids: uint16[N], the training text.
-        rows: how many.
-        batch: of them at once; draws at temperature 1 depend on it.
-        sequence: tokens of each, and one more.
-        seed: of prompts and draws.
-        greedy_share: of the rows.
+        wanted: what to write.
         origin: what names the target and the training text.
         folder: where they are kept for a run that resumes.
 
     Returns:
-        uint16[rows, sequence + 1].
+        uint16[rows, sequence + 1] of `wanted`.
     """
-    key = hashlib.sha256(f"{origin} {rows} {batch} {sequence} {seed} {greedy_share}".encode()).hexdigest()[:16]
+    key = hashlib.sha256(f"{origin} {wanted}".encode()).hexdigest()[:16]
     file = folder / f"on_policy-{key}.npy"
     with contextlib.suppress(OSError, ValueError, EOFError):  # none, or one that was cut off: it is made again
         kept: np.ndarray[Any, Any] = np.load(file, allow_pickle=False)
-        if kept.shape == (rows, sequence + 1):
+        if kept.shape == (wanted.rows, wanted.sequence + 1):
             return kept
-    found = write_texts(target, ids, rows=rows, batch=batch, sequence=sequence, seed=seed, greedy_share=greedy_share)
+    found = write_texts(target, ids, wanted)
     folder.mkdir(parents=True, exist_ok=True)
     np.save(file, found)
     return found
@@ -63,39 +72,26 @@ def prompt_tokens(sequence: int) -> int:
     return min(_PROMPT, sequence // 2)
 
 
-def write_texts(
-    module: nn.Module,
-    ids: "np.ndarray[Any, Any]",
-    *,
-    rows: int,
-    batch: int,
-    sequence: int,
-    seed: int,
-    greedy_share: float,
-) -> "np.ndarray[Any, Any]":
+def write_texts(module: nn.Module, ids: "np.ndarray[Any, Any]", wanted: Writing) -> "np.ndarray[Any, Any]":
     """Continue windows of the training text, some greedily and the rest at temperature 1.
 
     Args:
         module: mlx-lm's module of the model that writes.
         ids: uint16[N], the training text.
-        rows: how many.
-        batch: of them at once; draws at temperature 1 depend on it.
-        sequence: tokens of each, and one more.
-        seed: of prompts and draws.
-        greedy_share: of the rows.
+        wanted: what to write.
 
     Returns:
-        uint16[rows, sequence + 1].
+        uint16[rows, sequence + 1] of `wanted`.
     """
-    prompt = prompt_tokens(sequence)
-    starts = np.random.default_rng([seed, rows]).integers(0, len(ids) - prompt, rows)
+    prompt = prompt_tokens(wanted.sequence)
+    starts = np.random.default_rng([wanted.seed, wanted.rows]).integers(0, len(ids) - prompt, wanted.rows)
     prompts = np.stack([ids[start : start + prompt] for start in starts]).astype(np.int32)
-    greedy = np.arange(rows) % 100 < 100 * greedy_share
+    greedy = np.arange(wanted.rows) % 100 < 100 * wanted.greedy_share
     parts = []
-    for first in range(0, rows, batch):
-        part = slice(first, first + batch)
-        random = mx.random.key(seed + 1 + first)
-        parts.append(_continue(module, prompts[part], greedy[part], sequence + 1, random))
+    for first in range(0, wanted.rows, wanted.batch):
+        part = slice(first, first + wanted.batch)
+        random = mx.random.key(wanted.seed + 1 + first)
+        parts.append(_continue(module, prompts[part], greedy[part], wanted.sequence + 1, random))
     mx.clear_cache()  # what the caches took is for training now
     return np.concatenate(parts).astype(np.uint16)
 

@@ -112,7 +112,7 @@ def _train(settings: Settings, began: float, device: str) -> bool:
     from posttrainllm.adapters.loading.fingerprint import fingerprint
     from posttrainllm.evals.zoo.batches import Batches
     from posttrainllm.evals.zoo.model import build_module, load_any, read_parameters, same_vocabulary, start_parameters
-    from posttrainllm.evals.zoo.on_policy import target_texts
+    from posttrainllm.evals.zoo.on_policy import Writing, target_texts
     from posttrainllm.evals.zoo.output import write_model
     from posttrainllm.evals.zoo.step import compile_step
     from posttrainllm.evals.zoo.tokenizer import digest, read_tokenizer
@@ -139,17 +139,14 @@ def _train(settings: Settings, began: float, device: str) -> bool:
     target = None if settings.distill_from is None else load_any(settings.distill_from, dtype)
     generated = None
     if settings.on_policy and target is not None:
-        generated = target_texts(
-            target,
-            ids,
+        wanted = Writing(
             rows=settings.on_policy_rows,
             batch=settings.on_policy_batch,
             sequence=settings.sequence,
             seed=settings.seed,
             greedy_share=settings.on_policy_greedy,
-            origin=" ".join(origin.values()),
-            folder=settings.out,
         )
+        generated = target_texts(target, ids, wanted, origin=" ".join(origin.values()), folder=settings.out)
         _say(f"the target wrote {generated.size:,} tokens, {time.monotonic() - began:.1f} s after the start")
     functions = compile_step(
         build_module(preset),

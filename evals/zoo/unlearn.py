@@ -9,7 +9,7 @@ import numpy as np
 
 from posttrainllm.evals.zoo.batches import Batches
 from posttrainllm.evals.zoo.model import build_module, with_parameters
-from posttrainllm.evals.zoo.on_policy import prompt_tokens, write_texts
+from posttrainllm.evals.zoo.on_policy import Writing, prompt_tokens, write_texts
 from posttrainllm.evals.zoo.presets import PRESETS
 from posttrainllm.evals.zoo.settings import Settings
 
@@ -55,16 +55,14 @@ class Loops:
         settings = self._settings
         if self.texts is None or step % settings.rewrite_every == 0:
             module = with_parameters(build_module(PRESETS[settings.preset]), parameters, getattr(mx, settings.dtype))
-            written = write_texts(
-                module,
-                self._ids,
+            wanted = Writing(
                 rows=settings.on_policy_rows,
                 batch=settings.on_policy_batch,
                 sequence=settings.sequence,
                 seed=settings.seed + step // settings.rewrite_every,
                 greedy_share=1.0,
             )
-            self.texts = mx.array(written)
+            self.texts = mx.array(write_texts(module, self._ids, wanted))
         texts = np.array(self.texts)
         repeated = repeats(texts)
         own = prompt_tokens(settings.sequence) - 1

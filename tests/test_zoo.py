@@ -25,12 +25,21 @@ from posttrainllm.evals.zoo.checkpoint import last_checkpoint, load_checkpoint
 from posttrainllm.evals.zoo.command import zoo
 from posttrainllm.evals.zoo.data import read_corpus, training_ids
 from posttrainllm.evals.zoo.evaluate import held_out_scores
-from posttrainllm.evals.zoo.model import divergences, load_any, losses, unlikelihood
+from posttrainllm.evals.zoo.model import (
+    build_module,
+    divergences,
+    load_any,
+    losses,
+    start_parameters,
+    unlikelihood,
+    with_parameters,
+)
 from posttrainllm.evals.zoo.on_policy import Writing, write_texts
 from posttrainllm.evals.zoo.optimizer import apply_updates, clip, first_moments, step_scalars
 from posttrainllm.evals.zoo.output import write_model
 from posttrainllm.evals.zoo.presets import PRESETS
 from posttrainllm.evals.zoo.schedule import rate_at
+from posttrainllm.evals.zoo.step import compile_step
 from posttrainllm.evals.zoo.tokenizer import cut_tokenizer, train_tokenizer
 from posttrainllm.evals.zoo.unlearn import Loops, repeats
 
@@ -72,8 +81,8 @@ def trained(cycle, tmp_path_factory):
 
 
 def test_presets_have_the_sizes_that_their_names_promise():
-    assert PRESETS["nano"].parameters == 2_753_792
-    assert PRESETS["small"].parameters == 16_521_600
+    assert PRESETS["nano"].parameters == 5_310_336
+    assert PRESETS["small"].parameters == 14_162_304
     assert 2 * (PRESETS["nano"].parameters + PRESETS["small"].parameters) <= 40_000_000
     assert 8_000_000 <= PRESETS["tiny"].parameters <= 8_500_000
     assert 900_000_000 <= PRESETS["mega"].parameters <= 1_000_000_000
@@ -316,7 +325,7 @@ def test_what_ends_a_repeated_run_of_its_own_text_becomes_unlikely(trained, cycl
     assert "--init" in train(cycle, tmp_path / "alone", *options, code=2)
     train(cycle, tmp_path / "unlearnt", *options, "--init", trained)
     ids = training_ids(read_corpus(cycle), Tokenizer.from_file(str(TOKENIZER)), "x")
-    wanted = Writing(rows=8, batch=8, sequence=32, seed=0, greedy_share=1.0)
+    wanted = Writing(rows=8, batch=8, sequence=32, prompt=16, seed=0, greedy_share=1.0)
     texts = write_texts(load_any(trained, mx.float32), ids, wanted)
     counted = repeats(texts)
     assert counted.any(axis=1).all()  # 33 tokens of a cycle of 26
@@ -331,7 +340,8 @@ def test_what_ends_a_repeated_run_of_its_own_text_becomes_unlikely(trained, cycl
 
 def test_greedy_texts_do_not_depend_on_how_many_are_written_at_once(trained, cycle, monkeypatch):
     ids = training_ids(read_corpus(cycle), Tokenizer.from_file(str(TOKENIZER)), "x")
-    module, wanted = load_any(trained, mx.float32), Writing(rows=5, batch=5, sequence=32, seed=0, greedy_share=1.0)
+    module = load_any(trained, mx.float32)
+    wanted = Writing(rows=5, batch=5, sequence=32, prompt=16, seed=0, greedy_share=1.0)
     at_once, sizes, write = write_texts(module, ids, wanted), [], on_policy._continue
 
     def counting(module, prompts, *rest):
@@ -341,6 +351,33 @@ def test_greedy_texts_do_not_depend_on_how_many_are_written_at_once(trained, cyc
     monkeypatch.setattr(on_policy, "_continue", counting)
     np.testing.assert_array_equal(write_texts(module, ids, attrs.evolve(wanted, batch=2)), at_once)
     assert sizes == [2, 2, 1]
+
+
+def test_a_text_begins_with_the_corpus_for_as_long_as_asked_and_goes_on_with_the_models_choices(trained, cycle):
+    text = "".join(random.Random(2).choices(WORDS, k=400))  # in no order that the model has learnt
+    ids = np.array(Tokenizer.from_file(str(TOKENIZER)).encode(text).ids, dtype=np.uint16)
+    module = load_any(trained, mx.float32)
+    windows = {tuple(ids[start : start + 12]) for start in range(len(ids))}
+    texts = write_texts(module, ids, Writing(rows=6, batch=6, sequence=32, prompt=12, seed=0, greedy_share=1.0))
+    assert all(tuple(row[:12]) in windows for row in texts)
+    choices = np.array(module(mx.array(texts.astype(np.int32)))[:, 11:-1].argmax(axis=-1))
+    np.testing.assert_array_equal(texts[:, 12:], choices)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
+def test_what_is_learnt_of_a_target_is_its_law_and_its_choice_in_the_shares_asked_for(trained, share):
+    preset, target = PRESETS["toy"], load_any(trained, mx.float32)
+    functions = compile_step(
+        build_module(preset), target, dtype=mx.float32, optimizer="adamw", weight_decay=0.0, accumulate=1,
+        distill_weight=1.0, distill_choice=share, z_loss=0.0,
+    )  # fmt: skip
+    parameters = start_parameters(preset, 5)
+    tokens = mx.random.randint(0, 4096, (2, 9), key=mx.random.key(1))
+    _, loss = functions.gradient(parameters, tokens)
+    theirs, ours = target(tokens[:, :-1]), with_parameters(build_module(preset), parameters, mx.float32)(tokens[:, :-1])
+    law, choice = divergences(theirs, ours).mean().item(), losses(ours, theirs.argmax(axis=-1)).mean().item()
+    assert abs(law - choice) > 0.1
+    assert loss.item() == pytest.approx((1 - share) * law + share * choice, rel=1e-4)
 
 
 def test_unlearning_ends_where_few_enough_runs_are_repeated(trained, cycle, tmp_path):

@@ -10,9 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-__all__ = ["Writing", "prompt_tokens", "target_texts", "write_texts"]
-
-_PROMPT = 32  # tokens
+__all__ = ["Writing", "target_texts", "write_texts"]
 
 
 @attrs.frozen(kw_only=True)
@@ -25,6 +23,8 @@ class Writing:
     """Of them at once; draws at temperature 1 depend on it."""
     sequence: int
     """Tokens of each, and one more."""
+    prompt: int
+    """Of them the training text's, and not the model's own."""
     seed: int
     """Of prompts and draws."""
     greedy_share: float
@@ -63,15 +63,6 @@ def target_texts(
     return found
 
 
-def prompt_tokens(sequence: int) -> int:
-    """How many tokens of a text are the training text's, and not the model's own.
-
-    Args:
-        sequence: tokens of a text, less one.
-    """
-    return min(_PROMPT, sequence // 2)
-
-
 def write_texts(module: nn.Module, ids: "np.ndarray[Any, Any]", wanted: Writing) -> "np.ndarray[Any, Any]":
     """Continue windows of the training text, some greedily and the rest at temperature 1.
 
@@ -83,9 +74,8 @@ def write_texts(module: nn.Module, ids: "np.ndarray[Any, Any]", wanted: Writing)
     Returns:
         uint16[rows, sequence + 1] of `wanted`.
     """
-    prompt = prompt_tokens(wanted.sequence)
-    starts = np.random.default_rng([wanted.seed, wanted.rows]).integers(0, len(ids) - prompt, wanted.rows)
-    prompts = np.stack([ids[start : start + prompt] for start in starts]).astype(np.int32)
+    starts = np.random.default_rng([wanted.seed, wanted.rows]).integers(0, len(ids) - wanted.prompt, wanted.rows)
+    prompts = np.stack([ids[start : start + wanted.prompt] for start in starts]).astype(np.int32)
     greedy = np.arange(wanted.rows) % 100 < 100 * wanted.greedy_share
     parts = []
     for first in range(0, wanted.rows, wanted.batch):

@@ -32,11 +32,15 @@ class Settings:
     init: Path | None
     distill_from: Path | None
     distill_weight: float
+    distill_choice: float
+    """Share of the target's choice in what is learnt of it."""
     on_policy: float
     on_policy_rows: int
     on_policy_batch: int
     """Rows written at once."""
     on_policy_greedy: float
+    on_policy_prompt: int
+    """Tokens of the training text that each begins with, half of a text at most."""
     unlikelihood: float
     """Share of the batches."""
     rewrite_every: int
@@ -55,6 +59,11 @@ class Settings:
     """Minutes of the process."""
 
     @property
+    def own_prompt(self) -> int:
+        """Tokens of the training text that a text which a model writes begins with."""
+        return min(self.on_policy_prompt, self.sequence // 2)
+
+    @property
     def identity(self) -> dict[str, object]:
         """What a resumed run must share with the one it goes on with."""
         names = ("preset", "batch", "accumulate", "sequence", "learning_rate", "optimizer", "weight_decay", "warm_up")
@@ -64,10 +73,12 @@ class Settings:
             "seed",
             "dtype",
             "distill_weight",
+            "distill_choice",
             "on_policy",
             "on_policy_rows",
             "on_policy_batch",
             "on_policy_greedy",
+            "on_policy_prompt",
         )
         last = ("unlikelihood", "rewrite_every", "until_repeated") if self.unlikelihood else ()
         found: dict[str, object] = {name: getattr(self, name) for name in (*names, *more, *last)}

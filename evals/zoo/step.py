@@ -40,6 +40,7 @@ def compile_step(
     weight_decay: float,
     accumulate: int,
     distill_weight: float,
+    distill_choice: float,
     z_loss: float,
     most_norm: float = 1.0,
 ) -> StepFunctions:
@@ -53,6 +54,7 @@ def compile_step(
         weight_decay: of matrices.
         accumulate: gradients that one update sums.
         distill_weight: share of the divergence in the loss; the rest is the next token's.
+        distill_choice: share of the loss of the teacher's likeliest token in what takes the divergence's place.
         z_loss: weight of the square of the logits' normaliser.
         most_norm: of the gradients.
 
@@ -60,11 +62,17 @@ def compile_step(
         The functions.
     """
 
+    def imitation(teacher_logits: mx.array, logits: mx.array) -> mx.array:
+        found = divergences(teacher_logits, logits)
+        if not distill_choice:
+            return found
+        return (1 - distill_choice) * found + distill_choice * losses(logits, teacher_logits.argmax(axis=-1))
+
     def loss(parameters: _Parameters, tokens: mx.array) -> mx.array:
         logits = with_parameters(module, parameters, dtype)(tokens[:, :-1])
         value = mx.array(0.0)
         if teacher is not None:
-            value = distill_weight * divergences(mx.stop_gradient(teacher(tokens[:, :-1])), logits).mean()
+            value = distill_weight * imitation(mx.stop_gradient(teacher(tokens[:, :-1])), logits).mean()
         if teacher is None or distill_weight < 1:
             value = value + (1 if teacher is None else 1 - distill_weight) * losses(logits, tokens[:, 1:]).mean()
         if z_loss:

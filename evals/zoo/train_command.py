@@ -48,6 +48,13 @@ _MOST_LOGITS = 2**30  # of a batch: beyond, arrays of them have more elements th
 @click.option(
     "--distill-weight", type=_SHARE, default=1.0, show_default=True, help="The rest is the next token's loss."
 )
+@click.option(
+    "--distill-choice",
+    type=_SHARE,
+    default=0.0,
+    show_default=True,
+    help="Share of the loss of the target's likeliest token in place of the divergence.",
+)
 @click.option("--on-policy", type=_SHARE, default=0.0, show_default=True, help="Share of batches the target wrote.")
 @click.option(
     "--on-policy-rows", type=click.IntRange(min=1), default=4096, show_default=True, help="Texts that are written."
@@ -56,6 +63,13 @@ _MOST_LOGITS = 2**30  # of a batch: beyond, arrays of them have more elements th
     "--on-policy-batch", type=click.IntRange(min=1), default=256, show_default=True, help="Of them written at once."
 )
 @click.option("--on-policy-greedy", type=_SHARE, default=0.5, show_default=True, help="Share of them at T=0.")
+@click.option(
+    "--on-policy-prompt",
+    type=click.IntRange(min=1),
+    default=32,
+    show_default=True,
+    help="Tokens of the corpus that each begins with, half of --sequence at most.",
+)
 @click.option(
     "--unlikelihood", type=_SHARE, default=0.0, show_default=True, help="Share of batches that unlearn its own loops."
 )
@@ -145,6 +159,7 @@ def _train(settings: Settings, began: float, device: str) -> bool:
             sequence=settings.sequence,
             seed=settings.seed,
             greedy_share=settings.on_policy_greedy,
+            prompt=settings.own_prompt,
         )
         generated = target_texts(target, ids, wanted, origin=" ".join(origin.values()), folder=settings.out)
         _say(f"the target wrote {generated.size:,} tokens, {time.monotonic() - began:.1f} s after the start")
@@ -156,6 +171,7 @@ def _train(settings: Settings, began: float, device: str) -> bool:
         weight_decay=settings.weight_decay,
         accumulate=settings.accumulate,
         distill_weight=settings.distill_weight,
+        distill_choice=settings.distill_choice,
         z_loss=settings.z_loss,
     )
     trainer = Trainer(

@@ -9,7 +9,7 @@ import numpy as np
 
 from posttrainllm.evals.zoo.batches import Batches
 from posttrainllm.evals.zoo.model import build_module, with_parameters
-from posttrainllm.evals.zoo.on_policy import Writing, prompt_tokens, write_texts
+from posttrainllm.evals.zoo.on_policy import Writing, write_texts
 from posttrainllm.evals.zoo.presets import PRESETS
 from posttrainllm.evals.zoo.settings import Settings
 
@@ -59,13 +59,14 @@ class Loops:
                 rows=settings.on_policy_rows,
                 batch=settings.on_policy_batch,
                 sequence=settings.sequence,
+                prompt=settings.own_prompt,
                 seed=settings.seed + step // settings.rewrite_every,
                 greedy_share=1.0,
             )
             self.texts = mx.array(write_texts(module, self._ids, wanted))
         texts = np.array(self.texts)
         repeated = repeats(texts)
-        own = prompt_tokens(settings.sequence) - 1
+        own = settings.own_prompt - 1
         repeated[:, :own] = False  # the prompts are not its own
         share = float(repeated[:, own:].mean())
         self._say(f"it wrote {len(texts):,} texts; {share:.1%} of the tokens end a run of {_RUN} that was there before")

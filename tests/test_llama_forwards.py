@@ -14,10 +14,17 @@ from posttrainllm.adapters.loading import variants
 from posttrainllm.adapters.loading.cpu_llama import cpu_llama_forward
 from posttrainllm.adapters.loading.fused_llama import fused_llama_forward
 from posttrainllm.adapters.loading.module import model_from_module
+from posttrainllm.adapters.loading.pair import load_pair, with_draft
 from posttrainllm.adapters.loading.variants import model_from_weights
 
 IDS = mx.array([[5, 6, 7, 8, 9, 10], [11, 12, 13, 14, 15, 16]], dtype=mx.int32)
 FORWARDS = {"cpu": cpu_llama_forward, "fused": fused_llama_forward}
+NOT_HERE = "a GPU makes its products of float32 of TensorFloat-32's, and never takes this forward"
+on_a_cpu = pytest.mark.skipif(mx.default_device() == mx.gpu, reason=NOT_HERE)
+HERE = [
+    pytest.param(name, marks=pytest.mark.skipif(name == "cpu" and mx.default_device() == mx.gpu, reason=NOT_HERE))
+    for name in FORWARDS
+]
 MODELS = {
     "llama": {},
     "as many kv heads": {"num_key_value_heads": 4},
@@ -63,7 +70,7 @@ def last_logits(forward, kv):
     return logits.astype(mx.float32), kv
 
 
-@pytest.mark.parametrize("variant", FORWARDS)
+@pytest.mark.parametrize("variant", HERE)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("float16", 1e-2), ("bfloat16", 5e-2)])
 def test_a_forward_agrees_with_the_module_to_rounding(variant, name, dtype, tolerance):
@@ -77,6 +84,81 @@ def test_a_forward_agrees_with_the_module_to_rounding(variant, name, dtype, tole
         for array, expected in zip(one, other, strict=True):
             assert array.dtype == expected.dtype
             assert mx.max(mx.abs(array - expected)) <= tolerance * mx.max(mx.abs(expected))
+
+
+@on_a_cpu
+@pytest.mark.parametrize("name", MODELS)
+# probabilities are rounded to bfloat16 before the product with the values here, and divided behind it elsewhere
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("float16", 1e-2), ("bfloat16", 8e-2)])
+def test_a_drafts_short_windows_agree_with_the_module_to_rounding(name, dtype, tolerance):
+    """Two tokens of one row and then one; wider windows have the bits of the other forward, these have others."""
+    module, config = module_of(name, dtype)
+    model = model_from_module(module, name="tiny", dtype=dtype, context=512)
+    weights = fused_weights(module, config, dtype)
+    draft, usual = cpu_llama_forward(weights, brief=True), cpu_llama_forward(weights)
+    kv, their_kv = model.make_kv(1, 64), model.make_kv(1, 64)
+    differences = []
+    for first, last in ((0, 3), (3, 5), (5, 6)):
+        start = mx.array([first], dtype=mx.int32)
+        same = usual(IDS[:1, first:last], kv, start)[0]
+        ours, kv = draft(IDS[:1, first:last], kv, start)
+        theirs, their_kv = model.forward(IDS[:1, first:last], their_kv, start)
+        assert mx.max(mx.abs(ours - theirs)) < tolerance * mx.max(mx.abs(theirs))
+        differences.append(mx.max(mx.abs(ours - same)).item())
+    assert differences[0] == 0
+    assert [difference == 0 for difference in differences[1:]] == [dtype == "float16"] * 2
+
+
+@on_a_cpu
+@pytest.mark.parametrize(
+    ("rows", "width", "capacity", "brief"),
+    [
+        *[(1, 1, 64, True), (2, 1, 64, True), (2, 2, 64, True), (1, 2, 2048, True)],
+        *[(3, 1, 64, False), (1, 3, 64, False), (1, 1, 2304, False)],
+    ],
+)
+def test_a_drafts_bits_are_its_own_where_operations_are_what_costs(rows, width, capacity, brief):
+    config = tiny_config()  # 4 heads
+    weights = fused_weights(tiny_module(config, seed=3), config)
+    model = model_from_weights(weights, name="tiny", dtype="float32", context=512)
+    ids, start = mx.full((rows, width), 5, dtype=mx.int32), mx.full((rows,), 7, dtype=mx.int32)
+    generator = np.random.default_rng(1)
+    kv = tuple(
+        tuple(mx.array(generator.normal(size=array.shape)).astype(array.dtype) for array in layer)
+        for layer in model.make_kv(rows, capacity)
+    )
+    found = [cpu_llama_forward(weights, brief=one)(ids, kv, start)[0] for one in (True, False)]
+    assert mx.array_equal(*found).item() != brief
+
+
+@on_a_cpu
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_drafts_bits_are_the_same_in_a_window_of_one_token_and_of_two(rows):
+    """What its cache holds depends on no width, and so on nothing that was accepted."""
+    config = tiny_config()
+    weights = fused_weights(tiny_module(config, seed=3), config)
+    model = model_from_weights(weights, name="tiny", dtype="float32", context=512)
+    forward, at = cpu_llama_forward(weights, brief=True), mx.full((rows,), 3, dtype=mx.int32)
+    kv = forward(IDS[:rows, :3], model.make_kv(rows, 64), mx.zeros((rows,), dtype=mx.int32))[1]
+    first, one = forward(IDS[:rows, 3:4], kv, at)
+    second, one = forward(IDS[:rows, 4:5], one, at + 1)
+    both, two = forward(IDS[:rows, 3:5], kv, at)
+    assert mx.array_equal(mx.concatenate([first, second], axis=1), both)
+    for layer, also in zip(one, two, strict=True):
+        assert all(mx.array_equal(apart, together) for apart, together in zip(layer, also, strict=True))
+
+
+def test_drafts_alone_are_computed_in_bits_of_their_own(embedded_pair, runtime):
+    if not (runtime.scalar_exp and runtime.compiled):
+        pytest.skip("one forward for both here")
+    assert (embedded_pair.target.variant, embedded_pair.draft.variant) == ("cpu", "cpu-draft")
+    assert not embedded_pair.target.forward.brief
+    assert embedded_pair.draft.forward.brief
+    assert embedded_pair.draft.forward.within(256).brief
+    same = load_pair(embedded_pair.draft.name, embedded_pair.draft.name)
+    assert (same.target.variant, same.draft.variant) == ("cpu", "cpu-draft")
+    added = with_draft(without_draft(embedded_pair), embedded_pair.draft.name)
+    assert added.draft.variant == "cpu-draft"
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -108,20 +190,22 @@ def test_what_stands_in_masked_slots_changes_no_bit(variant, dtype):
 
 
 @pytest.mark.parametrize(
-    ("changes", "machine", "variant"),
+    ("changes", "machine", "target", "draft"),
     [
-        ({"device": "cpu", "compiled": True}, "x86_64", "cpu"),
-        ({"device": "cpu", "compiled": False}, "x86_64", "fused"),
-        ({"device": "cpu", "compiled": True}, "arm64", "fused"),
+        ({"device": "cpu", "compiled": True}, "x86_64", "cpu", "cpu-draft"),
+        ({"device": "cpu", "compiled": False}, "x86_64", "fused", "fused"),
+        ({"device": "cpu", "compiled": True}, "arm64", "fused", "fused"),
     ],
 )
-def test_the_cpus_own_is_taken_where_it_was_measured_to_pay(changes, machine, variant, runtime, monkeypatch):
+def test_the_cpus_own_is_taken_where_it_was_measured_to_pay(changes, machine, target, draft, runtime, monkeypatch):
     """Operation by operation it is slower than the others, and other processors have a vectorised `exp`."""
     monkeypatch.setattr(variants, "start", lambda: attrs.evolve(runtime, **changes))
     monkeypatch.setattr(platform, "machine", lambda: machine)
     config = tiny_config()
     weights = fused_weights(tiny_module(config, seed=1), config)
-    assert model_from_weights(weights, name="tiny", dtype="float32", context=512).variant == variant
+    for drafts, variant in ((False, target), (True, draft)):
+        model = model_from_weights(weights, name="tiny", dtype="float32", context=512, drafts=drafts)
+        assert model.variant == variant
 
 
 @pytest.mark.parametrize(

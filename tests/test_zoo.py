@@ -81,8 +81,8 @@ def trained(cycle, tmp_path_factory):
 
 
 def test_presets_have_the_sizes_that_their_names_promise():
-    assert PRESETS["nano"].parameters == 5_310_336
-    assert PRESETS["small"].parameters == 14_162_304
+    assert PRESETS["nano"].parameters == 2_753_792
+    assert PRESETS["small"].parameters == 16_521_600
     assert 2 * (PRESETS["nano"].parameters + PRESETS["small"].parameters) <= 40_000_000
     assert 8_000_000 <= PRESETS["tiny"].parameters <= 8_500_000
     assert 900_000_000 <= PRESETS["mega"].parameters <= 1_000_000_000
@@ -378,6 +378,21 @@ def test_what_is_learnt_of_a_target_is_its_law_and_its_choice_in_the_shares_aske
     law, choice = divergences(theirs, ours).mean().item(), losses(ours, theirs.argmax(axis=-1)).mean().item()
     assert abs(law - choice) > 0.1
     assert loss.item() == pytest.approx((1 - share) * law + share * choice, rel=1e-4)
+
+
+def test_the_options_of_what_is_learnt_of_a_target_reach_the_run(trained, cycle, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(on_policy, "write_texts", lambda *args: asked.append(args[2]) or write_texts(*args))
+    options = ("--steps", "1", "--distill-from", trained, "--on-policy", "1", "--on-policy-rows", "8")
+    losses_said = []
+    for share in ("0", "1"):
+        for prompt in ("12", "30"):
+            out = tmp_path / f"{share}-{prompt}"
+            train(cycle, out, *options, "--on-policy-prompt", prompt, "--distill-choice", share)
+            losses_said.append(json.loads((out / "TRAINING.json").read_text())["loss"])
+    assert [one.prompt for one in asked] == [12, 16, 12, 16]  # half of 32 at most
+    assert losses_said[0] != losses_said[2]
+    assert "without --distill-from" in train(cycle, tmp_path / "x", "--steps", "1", "--distill-choice", "1", code=2)
 
 
 def test_unlearning_ends_where_few_enough_runs_are_repeated(trained, cycle, tmp_path):

@@ -326,9 +326,7 @@ def test_pip_brings_a_source_distribution_without_building_it(
         fetch(pinned(version="2.0", file="beta-2.0.tar.gz"), cache)
 
 
-def test_apt_get_brings_a_debian_package_or_says_that_its_version_has_gone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_apt_get_brings_a_debian_package_or_says_what_may_help(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     client = tmp_path / "apt-get"
     found = 'test "$3" = x=1 || { echo "E: Version of $3 was not found" >&2; exit 100; }'
     client.write_text(f"#!/bin/sh\n{found}\nprintf deb > x_1.deb\n")
@@ -338,7 +336,8 @@ def test_apt_get_brings_a_debian_package_or_says_that_its_version_has_gone(
     cache.mkdir()
     debian = {"source": "debian", "package": "x", "sha256": hashlib.sha256(b"deb").hexdigest()}
     assert fetch(pinned(**debian, version="1", file="x_1.deb"), cache).read_bytes() == b"deb"
-    with pytest.raises(click.ClickException, match="no x 2 any more, or not here: E: Version of x=2 was not found"):
+    said = "x 2 of Debian is not to be had; `apt-get update` may help: E: Version of x=2 was not found"
+    with pytest.raises(click.ClickException, match=said):
         fetch(pinned(**debian, version="2", file="x_2.deb"), cache)
     monkeypatch.setenv("PATH", str(cache))
     with pytest.raises(click.ClickException, match="there is no apt-get here"):

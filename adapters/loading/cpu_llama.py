@@ -22,6 +22,10 @@ from posttrainllm.kernel.state import KVCache
 
 __all__ = ["cpu_llama_forward"]
 
+# up to here an `exp` that is a call an element costs less than the dozen operations that do without it
+_BRIEF_ROWS = _BRIEF_WIDTH = 2
+_BRIEF_SCORES = 8192  # of a token, over all heads and slots
+
 _Product: TypeAlias = Callable[[mx.array], mx.array]
 
 
@@ -71,11 +75,12 @@ class _Window:
     """int32 [B, H, W, D]: where keys and values are written."""
 
 
-def cpu_llama_forward(weights: LlamaWeights) -> Forward:
+def cpu_llama_forward(weights: LlamaWeights, *, brief: bool = False) -> Forward:
     """Make the forward of a model.
 
     Args:
         weights: dense or quantised.
+        brief: whether windows of a token or two may have other last bits than wider ones, and be faster.
 
     Returns:
         The pure forward, which equals that of mlx-lm's module up to rounding.
@@ -86,6 +91,7 @@ def cpu_llama_forward(weights: LlamaWeights) -> Forward:
         layers=tuple(_layer(layer, shape) for layer in weights.layers),
         head=_product(weights.head),
         rotary=_rotary(shape),
+        brief=brief,
     )
 
 
@@ -98,6 +104,9 @@ class _CpuLlama:
     head: _Product = attrs.field(repr=False)
     rotary: _Rotary = attrs.field(repr=False)
     live: int | None = None
+    brief: bool = False
+    """Whether windows of a token or two are computed in fewer operations, which gives them other last bits than wider
+    ones have: a draft's need not be the same at every width."""
 
     def within(self, live: int) -> Forward:
         """Attend to the first `live` slots alone.
@@ -111,13 +120,16 @@ class _CpuLlama:
         keys = kv[0][0]
         live = self.live if keys.dtype == mx.float32 else None  # in 16 bits the sums are MLX's, in blocks
         window = _window(shape, position, width, keys.shape[2], live, self.rotary)
+        # by the capacity and not by the slots that are looked at, on which no bit may depend
+        few = batch <= _BRIEF_ROWS and width <= _BRIEF_WIDTH and shape.heads * keys.shape[2] <= _BRIEF_SCORES
+        brief = self.brief and few and keys.dtype != mx.float16
         hidden = self.weights.embedding.rows(tokens.reshape(-1))  # [B, W] -> [B W] -> [B W, N]
         written = []
         for layer, (keys, values) in zip(self.layers, kv, strict=True):
             x = _norm(hidden, layer.norms.input_norm, shape)
-            attended, keys, values = _attention(layer, shape, x, keys, values, window)
+            attended, keys, values = _attention(layer, shape, x, keys, values, window, brief=brief)
             hidden = hidden + attended
-            hidden = hidden + _mlp(layer, _norm(hidden, layer.norms.mlp_norm, shape))
+            hidden = hidden + _mlp(layer, _norm(hidden, layer.norms.mlp_norm, shape), brief=brief)
             written.append((keys, values))
         return self.head(_norm(hidden, self.weights.norm, shape)).reshape(batch, width, -1), tuple(written)
 
@@ -177,7 +189,7 @@ def _norm(x: mx.array, weight: mx.array, shape: LlamaShape) -> mx.array:
 
 
 def _attention(
-    layer: _Layer, shape: LlamaShape, x: mx.array, keys: mx.array, values: mx.array, window: _Window
+    layer: _Layer, shape: LlamaShape, x: mx.array, keys: mx.array, values: mx.array, window: _Window, *, brief: bool
 ) -> tuple[mx.array, mx.array, mx.array]:
     """Attention of x [B W, N] over the cache, and the cache with the window written."""
     batch, width = window.rotation.shape[:2]
@@ -189,30 +201,48 @@ def _attention(
         normed = [_norm(queries, layer.norms.query_norm, shape), _norm(new_keys, layer.norms.key_norm, shape)]
         turned = mx.concatenate(normed, axis=2)
     turned = (turned.astype(mx.float32) @ window.rotation).astype(x.dtype)  # [B, W, heads + H, D] @ [B, W, D, D]
-    queries, new_keys = turned[:, :, :heads].transpose(0, 2, 1, 3), turned[:, :, heads:].transpose(0, 2, 1, 3)
-    keys = write_slots(keys, new_keys, window.slots)
-    values = write_slots(values, new_values.transpose(0, 2, 1, 3), window.slots)
+    keys = write_slots(keys, _swapped(turned[:, :, heads:]), window.slots)
+    values = write_slots(values, _swapped(new_values), window.slots)
     groups, live = heads // kv_heads, window.admitted.shape[-1]
+    queries = _swapped(turned[:, :, :heads])  # [B, heads, W, D]
     grouped = queries.reshape(batch, kv_heads, groups * width, size) if groups > 1 else queries  # -> [B, H, G W, D]
     small = x.dtype == mx.float16  # ends at 65504: scaled and divided before a product, not behind it
     grouped = grouped * size**-0.5 if small else grouped
     scores = (grouped @ keys[:, :, :live].swapaxes(-1, -2)).astype(mx.float32)  # [B, H, G W, L]
-    # as powers of two; finite scores stay finite
-    scores = mx.where(window.admitted, scores * (LOG2_E if small else size**-0.5 * LOG2_E), -mx.inf)
+    attend = _attend_briefly if brief else _attend
+    attended = attend(scores, values[:, :, :live], window, scale=1.0 if small else size**-0.5, divided=small)
+    attended = _swapped(attended.reshape(batch, heads, width, size))  # -> [B, W, heads, D]
+    return layer.output(attended.astype(x.dtype).reshape(batch * width, heads * size)), keys, values
+
+
+def _attend(scores: mx.array, values: mx.array, window: _Window, *, scale: float, divided: bool) -> mx.array:
+    """Means of the values [B, H, G W, D], weighted by powers of two; finite scores stay finite."""
+    scores = mx.where(window.admitted, scores * (scale * LOG2_E), -mx.inf)
     # flat, or the subtraction's broadcast and the power are one kernel, which is not vectorised
     below = (scores - mx.max(scores, axis=-1, keepdims=True)).reshape(-1)
     weights = exp2(below).reshape(scores.shape)
     # all weights of a row are 0 where a score is not a number: then 0 / 0 tells
     total = mx.sum(weights, axis=-1, keepdims=True)
-    weights = weights / total if small else weights
-    attended = weights.astype(values.dtype) @ values[:, :, :live]  # [B, H, G W, D]
-    attended = attended.reshape(batch, heads, width, size).transpose(0, 2, 1, 3)  # -> [B, W, heads, D]
-    if not small:
-        attended = attended / total.reshape(batch, heads, width, 1).transpose(0, 2, 1, 3)
-    return layer.output(attended.astype(x.dtype).reshape(batch * width, heads * size)), keys, values
+    if divided:
+        return (weights / total).astype(values.dtype) @ values
+    return weights.astype(values.dtype) @ values / total
 
 
-def _mlp(layer: _Layer, x: mx.array) -> mx.array:
+def _attend_briefly(scores: mx.array, values: mx.array, window: _Window, *, scale: float, divided: bool) -> mx.array:
+    """The same by MLX's softmax, which divides before the product."""
+    weights = mx.softmax(mx.where(window.admitted, scores * scale, -mx.inf), axis=-1)
+    return weights.astype(values.dtype) @ values
+
+
+def _swapped(x: mx.array) -> mx.array:
+    """[B, M, N, D] with its middle axes swapped; where one of them is 1, the same memory in another shape."""
+    batch, first, second, size = x.shape
+    return x.reshape(batch, second, first, size) if 1 in (first, second) else x.transpose(0, 2, 1, 3)
+
+
+def _mlp(layer: _Layer, x: mx.array, *, brief: bool) -> mx.array:
     gate = layer.gate(x).astype(mx.float32)
+    if brief:
+        return layer.down((gate * mx.sigmoid(gate) * layer.up(x)).astype(x.dtype))
     activated = gate / (1.0 + exp2(gate, -LOG2_E)) * layer.up(x)
     return layer.down(activated.astype(x.dtype))

@@ -139,8 +139,10 @@ def load_pair(
     check_weights(checkpoints, dtypes)
     tokenizers = [load_tokenizer(checkpoint) for checkpoint in checkpoints]
     models = [
-        _load_model(checkpoint, str(name), dtype_of_it, forward, adapter, changes)
-        for checkpoint, name, dtype_of_it, adapter in zip(checkpoints, names, dtypes, adapters, strict=True)
+        _load_model(checkpoint, str(name), dtype_of_it, forward, adapter, changes, drafts=index > 0)
+        for index, (checkpoint, name, dtype_of_it, adapter) in enumerate(
+            zip(checkpoints, names, dtypes, adapters, strict=True)
+        )
     ]
     if draft_model is None:
         reason = "the draft was switched off" if not speculate else "no draft model was given"
@@ -183,7 +185,7 @@ def with_draft(
     check_weights(checkpoints[1:], [own])
     tokenizer = load_tokenizer(checkpoints[1])
     check_pair(pair.tokenizer, tokenizer, draft_rows=tokenizer.size)
-    draft = _load_model(checkpoints[1], str(draft_model), own, forward, None, changes)
+    draft = _load_model(checkpoints[1], str(draft_model), own, forward, None, changes, drafts=True)
     differences = check_pair(pair.tokenizer, tokenizer, draft_rows=draft.vocab_size)
     notes = differences + model_notes(checkpoints, [pair.target, draft], pair.tokenizer)
     changed = tuple(line for line in pair.notes if line not in notes)  # of the target's adapter and of `--kv-bits`
@@ -209,13 +211,22 @@ def resolve_dtype(dtype: str, checkpoint: Checkpoint, runtime: Runtime) -> str:
 
 
 def _load_model(
-    checkpoint: Checkpoint, name: str, dtype: str, forward: str, adapter: Adapter | None, changes: ModelChanges
+    checkpoint: Checkpoint,
+    name: str,
+    dtype: str,
+    forward: str,
+    adapter: Adapter | None,
+    changes: ModelChanges,
+    *,
+    drafts: bool,
 ) -> "Model":
     from posttrainllm.adapters.loading.variants import load_model
     from posttrainllm.kernel.quantized_cache import Packing
 
     packing = None if changes.kv_bits is None else Packing(bits=changes.kv_bits, group_size=changes.kv_group_size)
-    model = load_model(checkpoint, name=name, dtype=dtype, forward=forward, adapter=adapter, packing=packing)
+    model = load_model(
+        checkpoint, name=name, dtype=dtype, forward=forward, adapter=adapter, packing=packing, drafts=drafts
+    )
     if checkpoint.context is None:  # said last: of a model that keeps no keys and values it is not the news
         raise CheckpointError(f"{checkpoint.path}/config.json: max_position_embeddings is missing")
     return model

@@ -44,11 +44,11 @@ def _shape(*, layers: int, hidden: int, heads: int, kv_heads: int, mlp: int, voc
 PRESETS = {
     "toy": Preset(shape=SHAPES["toy"], purpose="trying things out"),
     "nano": Preset(
-        shape=_shape(layers=2, hidden=384, heads=6, kv_heads=2, mlp=1280, vocab_size=4096, context=1024),
+        shape=_shape(layers=2, hidden=256, heads=4, kv_heads=4, mlp=768, vocab_size=4096, context=1024),
         purpose="the embedded draft",
     ),
     "small": Preset(
-        shape=_shape(layers=8, hidden=384, heads=6, kv_heads=2, mlp=1024, vocab_size=4096, context=1024),
+        shape=_shape(layers=8, hidden=384, heads=6, kv_heads=2, mlp=1280, vocab_size=4096, context=1024),
         purpose="the embedded target",
     ),
     "tiny": Preset(shape=SHAPES["tiny"], purpose="draft of the others"),

@@ -59,7 +59,7 @@ class Settings:
     """Minutes of the process."""
 
     @property
-    def own_prompt(self) -> int:
+    def prompt_tokens(self) -> int:
         """Tokens of the training text that a text which a model writes begins with."""
         return min(self.on_policy_prompt, self.sequence // 2)
 

@@ -115,6 +115,8 @@ def _check(settings: Settings) -> None:
         )
     if settings.on_policy and settings.distill_from is None:
         raise click.UsageError("--on-policy: got it without --distill-from, expected both")
+    if settings.distill_choice and settings.distill_from is None:
+        raise click.UsageError("--distill-choice: got it without --distill-from, expected both")
     if settings.unlikelihood and (settings.init is None or settings.on_policy):
         got = "without --init" if settings.init is None else "with --on-policy"
         raise click.UsageError(f"--unlikelihood: got it {got}, expected it with --init and without --on-policy")
@@ -159,7 +161,7 @@ def _train(settings: Settings, began: float, device: str) -> bool:
             sequence=settings.sequence,
             seed=settings.seed,
             greedy_share=settings.on_policy_greedy,
-            prompt=settings.own_prompt,
+            prompt=settings.prompt_tokens,
         )
         generated = target_texts(target, ids, wanted, origin=" ".join(origin.values()), folder=settings.out)
         _say(f"the target wrote {generated.size:,} tokens, {time.monotonic() - began:.1f} s after the start")

@@ -59,14 +59,14 @@ class Loops:
                 rows=settings.on_policy_rows,
                 batch=settings.on_policy_batch,
                 sequence=settings.sequence,
-                prompt=settings.own_prompt,
+                prompt=settings.prompt_tokens,
                 seed=settings.seed + step // settings.rewrite_every,
                 greedy_share=1.0,
             )
             self.texts = mx.array(write_texts(module, self._ids, wanted))
         texts = np.array(self.texts)
         repeated = repeats(texts)
-        own = settings.own_prompt - 1
+        own = settings.prompt_tokens - 1
         repeated[:, :own] = False  # the prompts are not its own
         share = float(repeated[:, own:].mean())
         self._say(f"it wrote {len(texts):,} texts; {share:.1%} of the tokens end a run of {_RUN} that was there before")

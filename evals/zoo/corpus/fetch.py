@@ -109,7 +109,7 @@ def _from_debian(package: Package, path: Path) -> None:
         if done.returncode:
             last = (done.stderr.strip().splitlines() or ["no message"])[-1]
             raise click.ClickException(
-                f"Debian has no {package.package} {package.version} any more, or not here: {last}"
+                f"{package.package} {package.version} of Debian is not to be had; `apt-get update` may help: {last}"
             )
         brought = folder / package.file
         if not brought.exists():

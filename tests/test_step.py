@@ -206,6 +206,18 @@ def test_only_positions_that_are_used_have_to_be_finite(fed, finite):
     assert state.length.item() == (2 if finite else 1)
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_a_draft_proposes_nothing_from_the_first_logit_that_is_not_finite_on(bad):
+    """3 -> 5 -> 6 -> 7, but behind 6 one of the draft's logits is none."""
+    chain = mx.zeros((VOCAB, VOCAB)).at[3, 5].add(99.0).at[5, 6].add(99.0).at[6, 7].add(99.0)
+    table = mx.where((mx.arange(VOCAB) == 6)[:, None] & (mx.arange(VOCAB) == 1)[None], bad, chain)
+    draft = Draft(forward=table_forward(table), vocab_size=VOCAB, context=10**6)
+    step = compile_step(StepConfig(width=5, vocab_size=VOCAB, mode="sampled"), table_forward(chain), draft)
+    _, output = step(make_state([[3]], limit=10, capacity=16), make_sampling(1, temperature=1.0))
+    assert output.proposed.item() == 2
+    assert output.tokens.tolist()[0][:3] == [5, 6, 7]
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_draft_that_computes_nan_proposes_nothing_and_decoding_goes_on(temperature):
     target, proposer = tables()

@@ -9,7 +9,7 @@ from support import decode, fused_weights, make_sampling, make_state, mostly_slo
 from posttrainllm.adapters import engine as engine_module
 from posttrainllm.adapters.adaptive import Curve
 from posttrainllm.adapters.engine import Engine
-from posttrainllm.adapters.loading.cpu_llama import cpu_llama_forward
+from posttrainllm.adapters.loading.cpu_llama import briefly, cpu_llama_forward
 from posttrainllm.adapters.loading.variants import model_from_weights
 from posttrainllm.adapters.rows import RowRequest, needed_rules
 from posttrainllm.adapters.shapes import live_slots
@@ -38,7 +38,8 @@ def test_slots_behind_the_windows_change_no_bit(width, brief, dtype, compiled):
     config = tiny_config()
     weights = fused_weights(tiny_module(config, seed=3, dtype=getattr(mx, dtype)), config, dtype)
     model = model_from_weights(weights, name="tiny", dtype=dtype, context=512)
-    forward = cpu_llama_forward(weights, brief=brief)
+    forward = cpu_llama_forward(weights)
+    forward = briefly(forward) if brief else forward
     generator = np.random.default_rng(1)
     kv = tuple(
         tuple(mx.array(generator.normal(size=array.shape) * 30).astype(array.dtype) for array in layer)

@@ -11,11 +11,11 @@ from mlx_lm.utils import _get_classes
 from support import decode, fused_weights, random_weights, tiny_config, tiny_module, tiny_pair, without_draft
 
 from posttrainllm.adapters.loading import variants
-from posttrainllm.adapters.loading.cpu_llama import cpu_llama_forward
+from posttrainllm.adapters.loading.cpu_llama import briefly, cpu_llama_forward
 from posttrainllm.adapters.loading.fused_llama import fused_llama_forward
 from posttrainllm.adapters.loading.module import model_from_module
 from posttrainllm.adapters.loading.pair import load_pair, with_draft
-from posttrainllm.adapters.loading.variants import model_from_weights
+from posttrainllm.adapters.loading.variants import drafting, model_from_weights
 
 IDS = mx.array([[5, 6, 7, 8, 9, 10], [11, 12, 13, 14, 15, 16]], dtype=mx.int32)
 FORWARDS = {"cpu": cpu_llama_forward, "fused": fused_llama_forward}
@@ -95,7 +95,8 @@ def test_a_drafts_short_windows_agree_with_the_module_to_rounding(name, dtype, t
     module, config = module_of(name, dtype)
     model = model_from_module(module, name="tiny", dtype=dtype, context=512)
     weights = fused_weights(module, config, dtype)
-    draft, usual = cpu_llama_forward(weights, brief=True), cpu_llama_forward(weights)
+    usual = cpu_llama_forward(weights)
+    draft = briefly(usual)
     kv, their_kv = model.make_kv(1, 64), model.make_kv(1, 64)
     differences = []
     for first, last in ((0, 3), (3, 5), (5, 6)):
@@ -127,7 +128,8 @@ def test_a_drafts_bits_are_its_own_where_operations_are_what_costs(rows, width, 
         tuple(mx.array(generator.normal(size=array.shape)).astype(array.dtype) for array in layer)
         for layer in model.make_kv(rows, capacity)
     )
-    found = [cpu_llama_forward(weights, brief=one)(ids, kv, start)[0] for one in (True, False)]
+    usual = cpu_llama_forward(weights)
+    found = [forward(ids, kv, start)[0] for forward in (usual, briefly(usual))]
     assert mx.array_equal(*found).item() != brief
 
 
@@ -138,7 +140,7 @@ def test_a_drafts_bits_are_the_same_in_a_window_of_one_token_and_of_two(rows):
     config = tiny_config()
     weights = fused_weights(tiny_module(config, seed=3), config)
     model = model_from_weights(weights, name="tiny", dtype="float32", context=512)
-    forward, at = cpu_llama_forward(weights, brief=True), mx.full((rows,), 3, dtype=mx.int32)
+    forward, at = briefly(cpu_llama_forward(weights)), mx.full((rows,), 3, dtype=mx.int32)
     kv = forward(IDS[:rows, :3], model.make_kv(rows, 64), mx.zeros((rows,), dtype=mx.int32))[1]
     first, one = forward(IDS[:rows, 3:4], kv, at)
     second, one = forward(IDS[:rows, 4:5], one, at + 1)
@@ -203,9 +205,8 @@ def test_the_cpus_own_is_taken_where_it_was_measured_to_pay(changes, machine, ta
     monkeypatch.setattr(platform, "machine", lambda: machine)
     config = tiny_config()
     weights = fused_weights(tiny_module(config, seed=1), config)
-    for drafts, variant in ((False, target), (True, draft)):
-        model = model_from_weights(weights, name="tiny", dtype="float32", context=512, drafts=drafts)
-        assert model.variant == variant
+    model = model_from_weights(weights, name="tiny", dtype="float32", context=512)
+    assert (model.variant, drafting(model).variant) == (target, draft)
 
 
 @pytest.mark.parametrize(

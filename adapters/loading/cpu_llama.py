@@ -12,15 +12,15 @@ from typing import TypeAlias
 import attrs
 import mlx.core as mx
 
+from posttrainllm.adapters.loading.cpu_positions import Rotary, Window, make_rotary, make_window
 from posttrainllm.adapters.loading.halves import keep_halves
 from posttrainllm.adapters.loading.llama import Linear, LlamaLayer, LlamaShape, LlamaWeights
 from posttrainllm.kernel.arithmetic import LOG2_E, exp2
-from posttrainllm.kernel.cache import attention_mask, window_slots, write_slots
-from posttrainllm.kernel.constants import indices
+from posttrainllm.kernel.cache import write_slots
 from posttrainllm.kernel.forward import Forward
 from posttrainllm.kernel.state import KVCache
 
-__all__ = ["cpu_llama_forward"]
+__all__ = ["briefly", "cpu_llama_forward"]
 
 # up to here an `exp` that is a call an element costs less than the dozen operations that do without it
 _BRIEF_ROWS = _BRIEF_WIDTH = 2
@@ -51,36 +51,11 @@ class _Layer:
     down: _Product
 
 
-@attrs.frozen(eq=False, kw_only=True)
-class _Rotary:
-    """What a rotation is made of, whatever the position."""
-
-    frequencies: mx.array
-    """float32 [D]: radians a position, those of the D / 2 pairs twice."""
-    own: mx.array
-    """float32 [D, D]: 1 on the diagonal."""
-    partner: mx.array
-    """float32 [D, D]: -1 where row j + D / 2 meets column j, 1 where row j meets column j + D / 2."""
-
-
-@attrs.frozen(eq=False, kw_only=True)
-class _Window:
-    """What every layer needs to know of the positions."""
-
-    rotation: mx.array
-    """float32 [B, W, D, D]: a head times it is the head rotated."""
-    admitted: mx.array
-    """bool [B, H, G W, L], written out; L is C or the slots that hold the windows."""
-    slots: mx.array
-    """int32 [B, H, W, D]: where keys and values are written."""
-
-
-def cpu_llama_forward(weights: LlamaWeights, *, brief: bool = False) -> Forward:
+def cpu_llama_forward(weights: LlamaWeights) -> Forward:
     """Make the forward of a model.
 
     Args:
         weights: dense or quantised.
-        brief: whether windows of a token or two may have other last bits than wider ones, and be faster.
 
     Returns:
         The pure forward, which equals that of mlx-lm's module up to rounding.
@@ -90,9 +65,20 @@ def cpu_llama_forward(weights: LlamaWeights, *, brief: bool = False) -> Forward:
         weights=weights,
         layers=tuple(_layer(layer, shape) for layer in weights.layers),
         head=_product(weights.head),
-        rotary=_rotary(shape),
-        brief=brief,
+        rotary=make_rotary(shape),
     )
+
+
+def briefly(forward: Forward) -> Forward | None:
+    """The same forward with fewer operations in windows of a token or two of a row or two, in other last bits.
+
+    Args:
+        forward: any.
+
+    Returns:
+        It, on the same weights; None for a forward of another kind.
+    """
+    return attrs.evolve(forward, brief=True) if isinstance(forward, _CpuLlama) else None
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -102,7 +88,7 @@ class _CpuLlama:
     weights: LlamaWeights = attrs.field(repr=False)
     layers: tuple[_Layer, ...] = attrs.field(repr=False)
     head: _Product = attrs.field(repr=False)
-    rotary: _Rotary = attrs.field(repr=False)
+    rotary: Rotary = attrs.field(repr=False)
     live: int | None = None
     brief: bool = False
     """Whether windows of a token or two are computed in fewer operations, which gives them other last bits than wider
@@ -119,7 +105,7 @@ class _CpuLlama:
         shape, (batch, width) = self.weights.shape, tokens.shape
         keys = kv[0][0]
         live = self.live if keys.dtype == mx.float32 else None  # in 16 bits the sums are MLX's, in blocks
-        window = _window(shape, position, width, keys.shape[2], live, self.rotary)
+        window = make_window(shape, position, width, keys.shape[2], live, self.rotary)
         # by the capacity and not by the slots that are looked at, on which no bit may depend
         few = batch <= _BRIEF_ROWS and width <= _BRIEF_WIDTH and shape.heads * keys.shape[2] <= _BRIEF_SCORES
         brief = self.brief and few and keys.dtype != mx.float16
@@ -155,33 +141,6 @@ def _product(linear: Linear) -> _Product:
     return dense
 
 
-def _window(
-    shape: LlamaShape, position: mx.array, width: int, capacity: int, live: int | None, rotary: _Rotary
-) -> _Window:
-    places = (position[:, None] + indices(width)).astype(mx.float32)  # [B, W]
-    angles = places[:, :, None] * rotary.frequencies  # [B, W] -> [B, W, D]
-    # a column of each head takes its own place's cosine and its partner's sine: all others add 0
-    cosines, sines = mx.cos(angles)[:, :, None], mx.sin(angles)[:, :, None]  # [B, W, D] -> [B, W, 1, D]
-    rotation = cosines * rotary.own + sines * rotary.partner  # [B, W, D, D]
-    groups = shape.heads // shape.kv_heads
-    live = capacity if live is None else live
-    mask = attention_mask(position, width, capacity)[:, :, None, :, :live]  # [B, 1, W, C] -> [B, 1, 1, W, L]
-    batch = position.shape[0]
-    admitted = mx.contiguous(mx.broadcast_to(mask, (batch, shape.kv_heads, groups, width, live)))
-    admitted = admitted.reshape(batch, shape.kv_heads, groups * width, live)
-    slots = mx.contiguous(window_slots(position, (batch, shape.kv_heads, width, shape.head_size), capacity))
-    return _Window(rotation=rotation, admitted=admitted, slots=slots)
-
-
-def _rotary(shape: LlamaShape) -> _Rotary:
-    half = shape.head_size // 2
-    own = mx.eye(shape.head_size)
-    partner = mx.eye(shape.head_size, k=half) - mx.eye(shape.head_size, k=-half)
-    frequencies = mx.array(shape.rope_frequencies * 2, dtype=mx.float32)
-    mx.eval(own, partner)
-    return _Rotary(frequencies=frequencies, own=own, partner=partner)
-
-
 def _norm(x: mx.array, weight: mx.array, shape: LlamaShape) -> mx.array:
     """RMS norm of the last axis."""
     normed: mx.array = mx.fast.rms_norm(x, weight, shape.norm_eps)
@@ -189,7 +148,7 @@ def _norm(x: mx.array, weight: mx.array, shape: LlamaShape) -> mx.array:
 
 
 def _attention(
-    layer: _Layer, shape: LlamaShape, x: mx.array, keys: mx.array, values: mx.array, window: _Window, *, brief: bool
+    layer: _Layer, shape: LlamaShape, x: mx.array, keys: mx.array, values: mx.array, window: Window, *, brief: bool
 ) -> tuple[mx.array, mx.array, mx.array]:
     """Attention of x [B W, N] over the cache, and the cache with the window written."""
     batch, width = window.rotation.shape[:2]
@@ -209,15 +168,18 @@ def _attention(
     small = x.dtype == mx.float16  # ends at 65504: scaled and divided before a product, not behind it
     grouped = grouped * size**-0.5 if small else grouped
     scores = (grouped @ keys[:, :, :live].swapaxes(-1, -2)).astype(mx.float32)  # [B, H, G W, L]
-    attend = _attend_briefly if brief else _attend
-    attended = attend(scores, values[:, :, :live], window, scale=1.0 if small else size**-0.5, divided=small)
+    scale, seen = 1.0 if small else size**-0.5, values[:, :, :live]
+    if brief:
+        weights = mx.softmax(mx.where(window.admitted, scores * scale, -mx.inf), axis=-1)
+        attended = weights.astype(values.dtype) @ seen  # [B, H, G W, D]
+    else:
+        attended = _attend(mx.where(window.admitted, scores * (scale * LOG2_E), -mx.inf), seen, divided=small)
     attended = _swapped(attended.reshape(batch, heads, width, size))  # -> [B, W, heads, D]
     return layer.output(attended.astype(x.dtype).reshape(batch * width, heads * size)), keys, values
 
 
-def _attend(scores: mx.array, values: mx.array, window: _Window, *, scale: float, divided: bool) -> mx.array:
-    """Means of the values [B, H, G W, D], weighted by powers of two; finite scores stay finite."""
-    scores = mx.where(window.admitted, scores * (scale * LOG2_E), -mx.inf)
+def _attend(scores: mx.array, values: mx.array, *, divided: bool) -> mx.array:
+    """Means of the values [B, H, G W, D], weighted by two to the power of the scores; finite scores stay finite."""
     # flat, or the subtraction's broadcast and the power are one kernel, which is not vectorised
     below = (scores - mx.max(scores, axis=-1, keepdims=True)).reshape(-1)
     weights = exp2(below).reshape(scores.shape)
@@ -226,12 +188,6 @@ def _attend(scores: mx.array, values: mx.array, window: _Window, *, scale: float
     if divided:
         return (weights / total).astype(values.dtype) @ values
     return weights.astype(values.dtype) @ values / total
-
-
-def _attend_briefly(scores: mx.array, values: mx.array, window: _Window, *, scale: float, divided: bool) -> mx.array:
-    """The same by MLX's softmax, which divides before the product."""
-    weights = mx.softmax(mx.where(window.admitted, scores * scale, -mx.inf), axis=-1)
-    return weights.astype(values.dtype) @ values
 
 
 def _swapped(x: mx.array) -> mx.array:

@@ -129,6 +129,7 @@ def load_pair(
     changes.check(drafted=draft_model is not None)
     runtime = start()
     from posttrainllm.adapters.loading.memory import check_weights
+    from posttrainllm.adapters.loading.variants import drafting
 
     names = [model if model is not None else embedded_path(_EMBEDDED_TARGET)]
     names += [draft_model] if draft_model is not None else []
@@ -139,15 +140,14 @@ def load_pair(
     check_weights(checkpoints, dtypes)
     tokenizers = [load_tokenizer(checkpoint) for checkpoint in checkpoints]
     models = [
-        _load_model(checkpoint, str(name), dtype_of_it, forward, adapter, changes, drafts=index > 0)
-        for index, (checkpoint, name, dtype_of_it, adapter) in enumerate(
-            zip(checkpoints, names, dtypes, adapters, strict=True)
-        )
+        _load_model(checkpoint, str(name), dtype_of_it, forward, adapter, changes)
+        for checkpoint, name, dtype_of_it, adapter in zip(checkpoints, names, dtypes, adapters, strict=True)
     ]
     if draft_model is None:
         reason = "the draft was switched off" if not speculate else "no draft model was given"
         notes = model_notes(checkpoints, models, tokenizers[0]) + change_notes(adapters, models)
         return Pair(target=models[0], draft=None, tokenizer=tokenizers[0], runtime=runtime, reason=reason, notes=notes)
+    models[1] = drafting(models[1])
     differences = check_pair(*tokenizers, draft_rows=models[1].vocab_size)
     notes = differences + model_notes(checkpoints, models, tokenizers[0]) + change_notes(adapters, models)
     return Pair(target=models[0], draft=models[1], tokenizer=tokenizers[0], runtime=runtime, reason=None, notes=notes)
@@ -179,13 +179,14 @@ def with_draft(
         MemoryLimitError: its weights cannot fit beside the target's.
     """
     from posttrainllm.adapters.loading.memory import check_weights
+    from posttrainllm.adapters.loading.variants import drafting
 
     checkpoints = [read_checkpoint(locate(name)) for name in (pair.target.name, draft_model)]
     own = resolve_dtype(dtype, checkpoints[1], pair.runtime)
     check_weights(checkpoints[1:], [own])
     tokenizer = load_tokenizer(checkpoints[1])
     check_pair(pair.tokenizer, tokenizer, draft_rows=tokenizer.size)
-    draft = _load_model(checkpoints[1], str(draft_model), own, forward, None, changes, drafts=True)
+    draft = drafting(_load_model(checkpoints[1], str(draft_model), own, forward, None, changes))
     differences = check_pair(pair.tokenizer, tokenizer, draft_rows=draft.vocab_size)
     notes = differences + model_notes(checkpoints, [pair.target, draft], pair.tokenizer)
     changed = tuple(line for line in pair.notes if line not in notes)  # of the target's adapter and of `--kv-bits`
@@ -211,22 +212,13 @@ def resolve_dtype(dtype: str, checkpoint: Checkpoint, runtime: Runtime) -> str:
 
 
 def _load_model(
-    checkpoint: Checkpoint,
-    name: str,
-    dtype: str,
-    forward: str,
-    adapter: Adapter | None,
-    changes: ModelChanges,
-    *,
-    drafts: bool,
+    checkpoint: Checkpoint, name: str, dtype: str, forward: str, adapter: Adapter | None, changes: ModelChanges
 ) -> "Model":
     from posttrainllm.adapters.loading.variants import load_model
     from posttrainllm.kernel.quantized_cache import Packing
 
     packing = None if changes.kv_bits is None else Packing(bits=changes.kv_bits, group_size=changes.kv_group_size)
-    model = load_model(
-        checkpoint, name=name, dtype=dtype, forward=forward, adapter=adapter, packing=packing, drafts=drafts
-    )
+    model = load_model(checkpoint, name=name, dtype=dtype, forward=forward, adapter=adapter, packing=packing)
     if checkpoint.context is None:  # said last: of a model that keeps no keys and values it is not the news
         raise CheckpointError(f"{checkpoint.path}/config.json: max_position_embeddings is missing")
     return model

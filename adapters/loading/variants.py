@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from posttrainllm.adapters.loading.adapter import Adapter
 from posttrainllm.adapters.loading.checkpoint import Checkpoint, readable
-from posttrainllm.adapters.loading.cpu_llama import cpu_llama_forward
+from posttrainllm.adapters.loading.cpu_llama import briefly, cpu_llama_forward
 from posttrainllm.adapters.loading.cuda_llama import cuda_llama_forward, one_buffer, unsupported
 from posttrainllm.adapters.loading.fused_llama import fused_llama_forward
 from posttrainllm.adapters.loading.gguf_model import GgufModel
@@ -33,7 +33,7 @@ from posttrainllm.kernel.errors import BackendError, UnsupportedModelError
 from posttrainllm.kernel.forward import Forward
 from posttrainllm.kernel.quantized_cache import Packing
 
-__all__ = ["load_model", "model_from_weights"]
+__all__ = ["drafting", "load_model", "model_from_weights"]
 
 
 def _a_head_each(shape: LlamaShape) -> tuple[tuple[int, int, int], ...]:
@@ -50,18 +50,11 @@ class _Variant:
     """None where it cannot run this model on this machine."""
     kv_shapes: Callable[[LlamaShape], tuple[tuple[int, int, int], ...]] = _a_head_each
     copies_cache: bool = False
-    drafts_alone: bool = False
-    """Whether it is for drafts, whose bits may differ from width to width."""
 
 
 def _cpu(weights: LlamaWeights, runtime: Runtime) -> Forward | None:
     """Many small operations, fused by the C++ compiler: it pays where MLX's own `exp` is scalar."""
     return cpu_llama_forward(weights) if runtime.scalar_exp and runtime.compiled else None
-
-
-def _cpu_draft(weights: LlamaWeights, runtime: Runtime) -> Forward | None:
-    """The same, but for fewer operations in a window of a token or two."""
-    return cpu_llama_forward(weights, brief=True) if runtime.scalar_exp and runtime.compiled else None
 
 
 def _cuda(weights: LlamaWeights, runtime: Runtime) -> Forward | None:
@@ -81,7 +74,6 @@ def _cuda(weights: LlamaWeights, runtime: Runtime) -> Forward | None:
 
 # the first that fits is taken
 _VARIANTS = (
-    _Variant(name="cpu-draft", forward=_cpu_draft, drafts_alone=True),
     _Variant(name="cpu", forward=_cpu),
     _Variant(name="cuda", forward=_cuda, kv_shapes=one_buffer, copies_cache=True),
     _Variant(name="fused", forward=lambda weights, runtime: fused_llama_forward(weights)),
@@ -96,7 +88,6 @@ def load_model(
     forward: str = "auto",
     adapter: Adapter | None = None,
     packing: Packing | None = None,
-    drafts: bool = False,
 ) -> Model:
     """Load a checkpoint and choose its forward.
 
@@ -107,7 +98,6 @@ def load_model(
         forward: "auto" takes a forward of ours where there is one for the model, "module" mlx-lm's module.
         adapter: fused into dense weights of a forward of ours; on mlx-lm's modules it stays beside the weights.
         packing: of quantised keys and values, which mlx-lm's modules alone read; None for floats.
-        drafts: whether it proposes, so that its last bits may depend on the width of a window.
 
     Returns:
         The model, its weights in memory.
@@ -121,21 +111,12 @@ def load_model(
             "%s: packed weights are slow on a CPU; `posttrainllm convert FILE --out DIR --dtype float32` unpacks them",
             checkpoint.path,
         )
-    if packing is not None:
-        forward = "module"
-    model = _load_model(checkpoint, name, dtype, forward, adapter, packing, drafts=drafts)
+    model = _load_model(checkpoint, name, dtype, "module" if packing is not None else forward, adapter, packing)
     return model if adapter is None else attrs.evolve(model, adapter=adapter.name)
 
 
 def _load_model(
-    checkpoint: Checkpoint,
-    name: str,
-    dtype: str,
-    forward: str,
-    adapter: Adapter | None,
-    packing: Packing | None,
-    *,
-    drafts: bool,
+    checkpoint: Checkpoint, name: str, dtype: str, forward: str, adapter: Adapter | None, packing: Packing | None
 ) -> Model:
     context = checkpoint.context or 0
     if checkpoint.native is not None:
@@ -156,7 +137,7 @@ def _load_model(
             else:
                 weights = read_llama(checkpoint, dtype, adapter)
         if weights is not None:
-            model = model_from_weights(weights, name=name, dtype=dtype, context=context, drafts=drafts)
+            model = model_from_weights(weights, name=name, dtype=dtype, context=context)
             return attrs.evolve(model, module_loader=cache(lambda: load_module(checkpoint, dtype, adapter)))
     module = load_module(checkpoint, dtype, adapter)
     with readable(checkpoint.path, "config.json describes no model that runs"):
@@ -195,7 +176,7 @@ def _gpt_model(weights: GptWeights, *, name: str, dtype: str) -> Model:
     )
 
 
-def model_from_weights(weights: LlamaWeights, *, name: str, dtype: str, context: int, drafts: bool = False) -> Model:
+def model_from_weights(weights: LlamaWeights, *, name: str, dtype: str, context: int) -> Model:
     """Take the first forward of ours that fits this machine.
 
     Args:
@@ -203,16 +184,13 @@ def model_from_weights(weights: LlamaWeights, *, name: str, dtype: str, context:
         name: for messages.
         dtype: of the weights.
         context: positions it was made for.
-        drafts: as of `load_model`.
 
     Returns:
         The model.
     """
     runtime = start()
     chosen, forward = next(
-        (variant, made)
-        for variant in _VARIANTS
-        if (drafts or not variant.drafts_alone) and (made := variant.forward(weights, runtime)) is not None
+        (variant, made) for variant in _VARIANTS if (made := variant.forward(weights, runtime)) is not None
     )
     return Model(
         forward=forward,
@@ -228,3 +206,16 @@ def model_from_weights(weights: LlamaWeights, *, name: str, dtype: str, context:
         family=weights.shape.family,
         weight_bytes=weights.nbytes,
     )
+
+
+def drafting(model: Model) -> Model:
+    """The model as a draft: its last bits need not be the same at every width, and where that is faster they are not.
+
+    Args:
+        model: any.
+
+    Returns:
+        The model itself where there is nothing to gain.
+    """
+    forward = briefly(model.forward)
+    return model if forward is None else attrs.evolve(model, forward=forward, variant="cpu-draft")

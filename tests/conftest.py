@@ -1,10 +1,19 @@
 """Shared fixtures. The runtime starts first: the BLAS has to be loaded before any test module imports MLX."""
 
 import gc
+import os
+import tempfile
+from pathlib import Path
 
 import pytest
 
 from posttrainllm.adapters.runtime import Runtime, start
+
+if worker := os.environ.get("PYTEST_XDIST_WORKER"):
+    # MLX keeps the kernels that it builds there, and one process may load what another has half written
+    apart = Path(tempfile.gettempdir()) / f"posttrainllm-tests-{os.getuid()}-{worker}"
+    apart.mkdir(exist_ok=True)
+    os.environ["TMPDIR"] = tempfile.tempdir = str(apart)
 
 RUNTIME = start()
 

@@ -103,7 +103,7 @@ class Pace:
         pace = attrs.evolve(self, read=self.read[1:], counted=self.counted + 1)
         if draft_k == 0:
             return pace
-        # a draft that can propose nothing (its context ends, its logits are not finite) is like one that is refused
+        # a draft that can propose nothing (its context ends) is like one that is refused
         refused = accepted < max(proposed, 1)
         return attrs.evolve(
             pace,

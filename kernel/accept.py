@@ -10,9 +10,11 @@ the first refusal the id is drawn from max(p - q, 0), normalised (Leviathan et a
 
 import mlx.core as mx
 
-from posttrainllm.kernel.constants import indices, one_row_as_scalar
+from posttrainllm.kernel.constants import indices
 
-__all__ = ["coupled_accepts", "leviathan_accepts", "prefix_length", "residual_choice"]
+__all__ = ["coupled_accepts", "leviathan_accepts", "prefix_length", "residual_scores"]
+
+_BEHIND = 256.0  # more than the noise and the logarithm of a float32 differ by: (22.9 + 0) - (-2.9 - 103.3)
 
 
 def coupled_accepts(proposals: mx.array, target_choice: mx.array) -> mx.array:
@@ -61,21 +63,22 @@ def prefix_length(accepts: mx.array, num_proposed: mx.array) -> mx.array:
     return length
 
 
-def residual_choice(target_probs: mx.array, draft_probs: mx.array, noise: mx.array) -> mx.array:
-    """Draw the id that replaces a refused proposal, from max(p - q, 0) normalised.
+def residual_scores(target_probs: mx.array, draft_probs: mx.array, noise: mx.array) -> mx.array:
+    """Scores whose argmax is the id that replaces a refused proposal: a draw from max(p - q, 0), normalised.
 
-    Where that mass is 0 (p and q equal to the last bit, refused by rounding) it falls back to p: an argmax over a row
-    of -inf would return id 0.
+    Where that mass is 0 (p and q equal to the last bit, refused by rounding) it is a draw from p, since an argmax over
+    a row of -inf would be id 0: every id of p is in the race, those without a residual behind all others. Where q is
+    not a number, so that nothing of it can stand, it is a draw from p, too.
 
     Args:
-        target_probs: float32 [B, V], p at the refused position.
-        draft_probs: float32 [B, V], q at the refused position.
-        noise: float32 [B, V], Gumbel noise that neither drew the proposal nor judged it.
+        target_probs: float32 [B, ..., V], p at the refused position.
+        draft_probs: float32 [B, ..., V], q at the refused position.
+        noise: float32 [B, ..., V], Gumbel noise that neither drew the proposal nor judged it.
 
     Returns:
-        int32 [B].
+        float32 [B, ..., V].
     """
     residual = target_probs - draft_probs
-    empty = one_row_as_scalar(mx.max(residual, axis=-1, keepdims=True) <= 0)  # [B, 1]
-    mass = mx.where(empty, target_probs, residual)
-    return mx.argmax(mx.where(mass > 0, mx.log(mass) + noise, -mx.inf), axis=-1).astype(mx.int32)
+    mass = mx.where(residual > 0, residual, target_probs)
+    behind = mx.where(residual <= 0, _BEHIND, 0.0)
+    return mx.where(mass > 0, (mx.log(mass) + noise) - behind, -mx.inf)

@@ -15,8 +15,7 @@ class StepConfig:
     """Static shape of a step; each value is a trace of its own.
 
     Mode and rules leave work out of the graph and never change a row's bits: a greedy row emits the same ids in all
-    modes, an unfiltered row in the last two, a row of either rule the same under its own and under "both". How many
-    proposals are counted may differ by mode where the draft's logits are not finite.
+    modes, an unfiltered row in the last two, a row of either rule the same under its own and under "both".
     """
 
     width: int = attrs.field(validator=attrs.validators.ge(1))

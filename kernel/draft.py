@@ -12,7 +12,7 @@ from posttrainllm.kernel.adjust import History, adjust
 from posttrainllm.kernel.config import StepConfig
 from posttrainllm.kernel.constants import indices
 from posttrainllm.kernel.forward import Forward
-from posttrainllm.kernel.sampling import choose, warp
+from posttrainllm.kernel.sampling import choose, filtered, scaled
 from posttrainllm.kernel.state import DecodeState, KVCache, Sampling
 
 __all__ = ["CATCH_UP_WIDTH", "Draft", "Proposal", "catch_up", "propose"]
@@ -36,18 +36,13 @@ class Draft:
 class Proposal:
     """What the draft proposes to every row."""
 
-    window: mx.array
-    """int32 [B, K + 1]: the last committed id and the K proposals behind it."""
+    ids: mx.array
+    """int32 [B, W + 1]: the last committed id, the K proposals behind it, and id 0 behind those."""
     count: mx.array
-    """int32 [B]: how many of them exist, from 0 to K."""
-    warped: tuple[mx.array, ...]
-    """K times float32 [B, 1, V]: the draft's warped logits that they were drawn from."""
+    """int32 [B]: how many proposals exist, from 0 to K."""
+    logits: tuple[mx.array, ...]
+    """K times float32 [B, 1, V]: the draft's logits that they were drawn from, adjusted and `filtered`."""
     kv: KVCache
-
-    @property
-    def tokens(self) -> mx.array:
-        """The proposals, int32 [B, K]."""
-        return self.window[:, 1:]
 
 
 def propose(
@@ -62,8 +57,7 @@ def propose(
 ) -> Proposal:
     """Draw K ids a row from the draft, one after the other.
 
-    A row proposes fewer where its request says so, where its limit or the draft's context ends, and, unless every row
-    is greedy, from the first position at which the draft's logits are not finite.
+    A row proposes fewer where its request says so, and where its limit or the draft's context ends.
 
     Args:
         config: K = config.proposals, 1 or more.
@@ -77,15 +71,15 @@ def propose(
     Returns:
         The proposals and the draft's cache, valid up to the last proposal but one.
     """
-    kv, warped, count = state.draft_kv, [], mx.minimum(sampling.draft_k, _room(draft, state))
+    kv, drawn_from = state.draft_kv, []
     length = mx.maximum(state.length, 1)  # a row that was never filled is fed like one of one token
     start = mx.maximum(length - 2, 0)
     columns = mx.minimum(start[:, None] + indices(2), state.tokens.shape[1] - 1)
     fed = mx.take_along_axis(state.tokens, columns, axis=1)  # [B, 2]
     # a one-token prompt starts at 0 and reads its first column, every other the second
     column = (length - 1 - start)[:, None]  # [B, 1]
-    places = indices(config.proposals + 1)[None]  # [1, K + 1]
-    window = mx.where(places == 0, mx.take_along_axis(fed, column, axis=1), 0)  # [B, K + 1]
+    places = indices(config.width + 1)[None]  # [1, W + 1]
+    ids = mx.where(places == 0, mx.take_along_axis(fed, column, axis=1), 0)  # [B, W + 1]
     positions = length[:, None] - 1 + places
     back = 0 if config.narrow_draft else 1
     for index in range(config.proposals):
@@ -93,20 +87,18 @@ def propose(
         if index == 0:
             logits = mx.take_along_axis(logits, column[..., None], axis=1)  # [B, 2, V] -> [B, 1, V]
         logits = _fit(logits[:, -1:], config.vocab_size)  # [B, 1 or 2, V] -> [B, 1, V]
-        warped.append(warp(adjust(logits, sampling, history), sampling, mode=config.mode))
-        if config.mode != "greedy":  # where proposals are compared and not weighed, an odd one is refused anyway
-            # in words that are fused with what follows: no slice of a sum, and no isfinite, which is five operations
-            finite = mx.abs(mx.sum(logits[..., : draft.vocab_size], axis=(1, 2))) < mx.inf  # [B, 1, V] -> [B]
-            count = mx.where(finite, count, mx.minimum(count, index))
+        drawn_from.append(filtered(adjust(logits, sampling, history), sampling, mode=config.mode))
         if recorded is None:
-            drawn = choose(warped[-1], sampling, None if drawing_noise is None else drawing_noise[:, index : index + 1])
+            own_noise = None if drawing_noise is None else drawing_noise[:, index : index + 1]
+            drawn = choose(scaled(drawn_from[-1], sampling, mode=config.mode), sampling, own_noise)
         else:
             drawn = recorded[:, index : index + 1]
         history = None if history is None else history.followed_by(drawn)
-        window = mx.where(places == index + 1, drawn, window)
+        ids = mx.where(places == index + 1, drawn, ids)
         first = index + 1 - back  # of the columns that are fed next
-        fed, start = window[:, first : index + 2], positions[:, first]
-    return Proposal(window=window, count=mx.clip(count, 0, config.proposals), warped=tuple(warped), kv=kv)
+        fed, start = ids[:, first : index + 2], positions[:, first]
+    count = mx.clip(mx.minimum(sampling.draft_k, _room(draft, state)), 0, config.proposals)
+    return Proposal(ids=ids, count=count, logits=tuple(drawn_from), kv=kv)
 
 
 def catch_up(draft: Draft, state: DecodeState, behind: mx.array) -> DecodeState:

@@ -13,8 +13,8 @@ from posttrainllm.kernel.config import StepConfig
 from posttrainllm.kernel.constants import indices
 from posttrainllm.kernel.draft import Draft, propose
 from posttrainllm.kernel.forward import Forward
-from posttrainllm.kernel.laws import Laws, laws
-from posttrainllm.kernel.sampling import choose, warp
+from posttrainllm.kernel.laws import Laws, joined, laws
+from posttrainllm.kernel.sampling import choose, filtered, ids_of_best, scaled
 from posttrainllm.kernel.state import DecodeState, Sampling
 
 __all__ = ["Explanation", "explain_step"]
@@ -77,13 +77,13 @@ def explain_step(
     history = history_of(config, state, sampling)
     # the plain step fills its window up with an id that is part of no history
     histories = history if history is None or draft is None else history.through(window[:, 1:count])
-    warped = warp(adjust(logits, sampling, histories), sampling, mode=config.mode)
+    judged = filtered(adjust(logits, sampling, histories), sampling, mode=config.mode)
     gumbel = None
     if config.mode != "greedy":
         positions = state.length[:, None] + indices(count)  # [B, N]
         keys = noise.position_keys(state.key, positions, noise.TARGET)
         gumbel = noise.gumbel(keys, config.vocab_size, arithmetic=config.arithmetic)
-    choice = choose(warped, sampling, gumbel)
+    choice = choose(scaled(judged, sampling, mode=config.mode), sampling, gumbel)
     by_ratio = ~sampling.coupled & (sampling.temperature > 0)
     descending = mx.argsort(-logits, axis=-1)[..., :2].astype(mx.int32)  # [B, N, V] -> [B, N, 2]
     pair = mx.take_along_axis(logits, descending, axis=-1)  # [B, N, 2]
@@ -102,7 +102,8 @@ def explain_step(
         )
     proposals = window[:, 1:count]
     proposal = propose(config, draft, state, sampling, history, recorded=proposals)
-    both = laws(warped[:, :-1], proposal.warped, arithmetic=config.arithmetic)  # [B, K + 1, V], [B, K, V]
+    pairs = joined(judged[:, :-1], proposal.logits, arithmetic=config.arithmetic)  # [B, K, V] -> [B, 2 K, V]
+    both = laws(scaled(pairs, sampling, mode=config.mode), arithmetic=config.arithmetic)
     p, q = both.of(proposals)  # [B, K] each
     positions = state.length[:, None] + indices(count - 1)  # [B, K]
     uniforms = noise.uniform(noise.position_keys(state.key, positions, noise.ACCEPT))
@@ -124,6 +125,8 @@ def _residuals(both: Laws, gumbel: mx.array | None, count: int) -> mx.array:
     batch = both.weights.shape[0]
     if gumbel is None:
         return mx.zeros((batch, count), dtype=mx.int32)
-    places = [mx.full((batch,), index, dtype=mx.int32) for index in range(count)]  # one at a time, as in a step
-    drawn = [accept.residual_choice(*both.at(place), gumbel[:, index]) for index, place in enumerate(places)]
-    return mx.stack(drawn, axis=1)  # K x [B] -> [B, K]
+    drawn = []
+    for index in range(count):  # one at a time, as in a step
+        p, q = both.at(mx.full((batch, 1), index, dtype=mx.int32))  # [B, 1, V] each
+        drawn.append(ids_of_best(accept.residual_scores(p, q, gumbel[:, index : index + 1])))
+    return mx.concatenate(drawn, axis=1)  # K x [B, 1] -> [B, K]

@@ -30,6 +30,8 @@ __all__ = [
 TARGET, DRAFT, ACCEPT = 0x7A67_0001, 0xD4AF_0002, 0xACCE_0003
 """Purposes: the target's draw, the draft's own draw (`leviathan` only), the accept uniform."""
 
+_BELOW_ONE = 1 - 2**-24  # the largest float32 that is
+
 
 def root_key(seed: int) -> mx.array:
     """Root key of a request.
@@ -64,22 +66,22 @@ class StepNoise:
     target: mx.array
     """float32 [B, K + 1, V]."""
     one_position: bool
-    """Whether the target draws at one position a row, under leviathan alone."""
+    """Whether `target_at` draws when it is asked: less noise, for more operations."""
     arithmetic: bool
 
     def target_at(self, index: mx.array) -> mx.array:
         """The target's noise at one position a row.
 
         Args:
-            index: int32 [B], 0 to K.
+            index: int32 [B, 1], 0 to K.
 
         Returns:
-            float32 [B, V].
+            float32 [B, 1, V].
         """
-        rows, vocab_size = indices(index.shape[0]), self.target.shape[-1]
+        rows = indices(index.shape[0])[:, None]
         if not self.one_position:
             return self.target[rows, index]
-        return gumbel(self.target_keys[rows, index][:, None], vocab_size, arithmetic=self.arithmetic)[:, 0]
+        return gumbel(self.target_keys[rows, index], self.target.shape[-1], arithmetic=self.arithmetic)
 
 
 def step_noise(config: StepConfig, root: mx.array, length: mx.array, coupled: mx.array) -> StepNoise:
@@ -96,28 +98,25 @@ def step_noise(config: StepConfig, root: mx.array, length: mx.array, coupled: mx
     """
     K = config.proposals
     kind = {"arithmetic": config.arithmetic}
+    one_position = config.rules == "leviathan" and config.arithmetic
     if config.rules == "coupled":
         keys = position_keys(root, length[:, None] + indices(K + 1), TARGET)
         target = gumbel(keys, config.vocab_size, **kind)
         draft, uniforms = target[:, :K], mx.zeros((root.shape[0], K))
     else:
-        # all keys at once: on a CPU every operation costs, however small
-        places = mx.array(np.concatenate([np.arange(K), np.arange(K), np.arange(K + 1)]).astype(np.int32))
-        purposes = mx.array(np.repeat([DRAFT, ACCEPT, TARGET], [K, K, K + 1]).astype(np.uint32))[None]
+        # all at once: every operation costs, however small
+        places = mx.array(np.concatenate([np.arange(K), np.arange(K), np.arange(K + 1)]).astype(np.int32)[:, None])
+        purposes = mx.array(np.repeat([ACCEPT, DRAFT, TARGET], [K, K, K + 1]).astype(np.uint32)[:, None])
         if config.rules == "both":
-            purposes = mx.where(coupled[:, None] & (purposes == DRAFT), TARGET, purposes).astype(mx.uint32)
-        every = position_keys(root, length[:, None] + places, purposes)  # [B, 3 K + 1, 2]
-        keys = every[:, 2 * K :]
-        target = gumbel(keys, config.vocab_size, **kind)
-        draft, uniforms = gumbel(every[:, :K], config.vocab_size, **kind), uniform(every[:, K : 2 * K])
-    return StepNoise(
-        draft=draft,
-        uniforms=uniforms,
-        target_keys=keys,
-        target=target,
-        one_position=config.rules == "leviathan",
-        **kind,
-    )
+            purposes = mx.where(coupled[:, None, None] & (purposes == DRAFT), TARGET, purposes).astype(mx.uint32)
+        every = _keys(root, length[:, None, None] + places, purposes)  # [B, 3 K + 1, 2]
+        uniforms, keys = uniform(every[:, :K]), every[:, 2 * K :]
+        if one_position:
+            draft, target = (gumbel(some, config.vocab_size, **kind) for some in (every[:, K : 2 * K], keys))
+        else:
+            drawn = gumbel(every[:, K:], config.vocab_size, **kind)  # [B, 2 K + 1, V]
+            draft, target = drawn[:, :K], drawn[:, K:]
+    return StepNoise(draft=draft, uniforms=uniforms, target_keys=keys, target=target, one_position=one_position, **kind)
 
 
 def position_keys(root: mx.array, position: mx.array, purpose: int | mx.array) -> mx.array:
@@ -131,13 +130,8 @@ def position_keys(root: mx.array, position: mx.array, purpose: int | mx.array) -
     Returns:
         uint32 [B, N, 2].
     """
-    batch, count = position.shape
-    high = mx.bitwise_xor(root[:, :1], position.astype(mx.uint32))  # [B, N]
-    low = mx.bitwise_xor(root[:, 1:], mx.array(purpose, dtype=mx.uint32))  # [B, 1 or N]
-    low = mx.broadcast_to(low, (batch, count))
-    mixed = mx.stack([high, low], axis=-1).reshape(-1, 2)  # [B, N, 2] -> [B*N, 2]
-    keys = mx.vmap(lambda key: mx.random.split(key, 1)[0])(mixed)
-    return keys.reshape(batch, count, 2)  # [B*N, 2] -> [B, N, 2]
+    purposes = purpose if isinstance(purpose, mx.array) else mx.array([[purpose]], dtype=mx.uint32)
+    return _keys(root, position[..., None], purposes[..., None])
 
 
 def gumbel(keys: mx.array, width: int, *, arithmetic: bool) -> mx.array:
@@ -173,7 +167,7 @@ def gumbel_from_uniform(values: mx.array, *, arithmetic: bool) -> mx.array:
     if arithmetic:
         flat = values.reshape(-1)  # what is fused over one shape is vectorised
         return -log(minus_log1p_minus(flat + shift)).reshape(values.shape)
-    return -mx.log(-mx.log1p(-(values + shift)))
+    return -mx.log(-mx.log1p(-shift - values))
 
 
 def uniform(keys: mx.array) -> mx.array:
@@ -188,8 +182,19 @@ def uniform(keys: mx.array) -> mx.array:
     return (mx.right_shift(keys[..., 0], 9).astype(mx.float32) + 0.5) * 2**-23  # [B, N, 2] -> [B, N]
 
 
+def _keys(root: mx.array, position: mx.array, purpose: mx.array) -> mx.array:
+    """Keys uint32 [B, N, 2] at positions int32 [B, N, 1] for purposes uint32 [B or 1, N or 1, 1]."""
+    # a choice and no stack, which a GPU makes of two copies
+    salt = mx.where(indices(2) == 0, position.astype(mx.uint32), purpose)  # [B, N, 2]
+    mixed = mx.bitwise_xor(root[:, None], salt)
+    keys = mx.vmap(lambda key: mx.random.split(key, 1))(mixed.reshape(-1, 2))  # [B*N, 1, 2]
+    return keys.reshape(mixed.shape)
+
+
 def _uniform(keys: mx.array, width: int) -> mx.array:
     batch, count, _ = keys.shape
     flat = keys.reshape(-1, 2)  # [B, N, 2] -> [B*N, 2]
-    values = mx.vmap(lambda key: mx.random.uniform(shape=(width,), key=key))(flat)
-    return values.reshape(batch, count, width)  # [B*N, V] -> [B, N, V]
+    # mx.random.uniform in fewer words, so that the noise is one fused operation: the same values where V is even
+    bits = mx.vmap(lambda key: mx.random.split(key, (width + 1) // 2))(flat)  # [B*N, V / 2, 2]
+    bits = bits.reshape(batch, count, -1)[..., :width]
+    return mx.minimum(bits.astype(mx.float32) * 2**-32, _BELOW_ONE)

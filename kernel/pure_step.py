@@ -16,8 +16,8 @@ from posttrainllm.kernel.config import StepConfig
 from posttrainllm.kernel.constants import indices
 from posttrainllm.kernel.draft import Draft, Proposal, propose
 from posttrainllm.kernel.forward import Forward
-from posttrainllm.kernel.laws import laws
-from posttrainllm.kernel.sampling import choose, warp
+from posttrainllm.kernel.laws import joined, laws
+from posttrainllm.kernel.sampling import choose, filtered, ids_of_best, scaled, warp
 from posttrainllm.kernel.state import DecodeState, KVCache, Sampling, StepOutput
 
 __all__ = ["plain_step", "speculative_step"]
@@ -48,25 +48,25 @@ def speculative_step(
     history = history_of(config, state, sampling)
     drawing_noise = None if draws is None else draws.draft
     proposal = propose(config, draft, state, sampling, history, drawing_noise=drawing_noise)
+    window, proposed = proposal.ids[:, : config.width], proposal.ids[:, 1 : K + 1]  # [B, W], [B, K]
     # a token's logits do not depend on what follows it, so neither do they on how much of the window is filled up
-    window = _filled_up(proposal.window, config.width)  # [B, K + 1] -> [B, W]
     logits, target_kv = _score(config, target, state, window)
     judged = logits[:, : K + 1]  # [B, W, V] -> [B, K + 1, V]
-    adjusted = adjust(judged, sampling, None if history is None else history.through(proposal.tokens))
-    warped = warp(adjusted, sampling, mode=config.mode)
-    # under leviathan alone the target draws once a step, where the last accepted proposal ends
-    shared_noise = None if draws is None or draws.one_position else draws.target
-    choice = choose(warped, sampling, shared_noise)  # [B, K + 1]
-    accepts = accept.coupled_accepts(proposal.tokens, choice)
+    adjusted = adjust(judged, sampling, None if history is None else history.through(proposed))
+    judged = filtered(adjusted, sampling, mode=config.mode)
+    if draws is None or config.rules == "leviathan":  # what is chosen here is for greedy rows
+        choice = choose(judged, sampling, None)  # [B, K + 1]
+    else:
+        choice = choose(scaled(judged, sampling, mode=config.mode), sampling, draws.target)
+    accepts = accept.coupled_accepts(proposed, choice)
+    tokens = _filled_up(choice, config.width)  # [B, K + 1] -> [B, W]: what stands is what the target chose
     if draws is None or config.rules == "coupled":
         accepted = accept.prefix_length(accepts, proposal.count)
-        tokens = choice  # what stands is what the target chose
     else:
-        accepted, replacement = _judge_by_ratio(config, sampling, proposal, warped, draws, choice, accepts)
-        column = indices(K + 1)[None]  # [1, K + 1]
-        padded = mx.concatenate([proposal.tokens, choice[:, K:]], axis=1)  # [B, K], [B, 1] -> [B, K + 1]
-        tokens = mx.where(column < accepted[:, None], padded, replacement[:, None])
-    tokens = _filled_up(tokens, config.width)  # [B, K + 1] -> [B, W]
+        by_ratio = _by_ratio(config, sampling)
+        accepted, drawn = _judge_by_ratio(config, sampling, proposal, judged, draws, by_ratio, accepts)
+        stands = indices(config.width)[None] < accepted[:, None]  # [B, W]
+        tokens = mx.where(by_ratio, mx.where(stands, proposal.ids[:, 1:], drawn), tokens)
     return commit(config, state, tokens, accepted, proposal.count, window[:, 1:], logits, target_kv, proposal.kv)
 
 
@@ -114,38 +114,41 @@ def _filled_up(ids: mx.array, count: int) -> mx.array:
     return mx.pad(ids, [(0, 0), (0, count - have)]) if have < count else ids
 
 
+def _by_ratio(config: StepConfig, sampling: Sampling) -> mx.array:
+    """Which rows the leviathan rule judges, bool [B, 1]."""
+    sampled = (sampling.temperature > 0)[:, None]
+    return sampled & ~sampling.coupled[:, None] if config.rules == "both" else sampled
+
+
 def _judge_by_ratio(
     config: StepConfig,
     sampling: Sampling,
     proposal: Proposal,
-    warped: mx.array,
+    judged: mx.array,
     draws: noise.StepNoise,
-    choice: mx.array,
+    by_ratio: mx.array,
     accepts: mx.array,
 ) -> tuple[mx.array, mx.array]:
-    """How many proposals stand and which id follows them, int32 [B] each; rows of the other rule as `accepts` says."""
-    by_ratio = (~sampling.coupled & (sampling.temperature > 0))[:, None]  # [B, 1]
+    """How many proposals stand, int32 [B], and the id that follows them, int32 [B, 1].
+
+    Where `by_ratio`, bool [B, 1], is False: the first as `accepts`, bool [B, K], says; the second means nothing.
+    """
+    K = config.proposals
     # behind the last proposal none is refused
-    both = laws(warped[:, :-1], proposal.warped, arithmetic=config.arithmetic)  # [B, K + 1, V], [B, K, V]
-    target_probs, draft_probs = both.of(proposal.tokens)  # [B, K] each
+    logits = joined(judged[:, :-1], proposal.logits, arithmetic=config.arithmetic)  # [B, K, V] -> [B, 2 K, V]
+    both = laws(scaled(logits, sampling, mode=config.mode), arithmetic=config.arithmetic)
+    target_probs, draft_probs = both.of(proposal.ids[:, 1 : K + 1])  # [B, K] each
     ratio_accepts = accept.leviathan_accepts(target_probs, draft_probs, draws.uniforms)
     accepted = accept.prefix_length(mx.where(by_ratio, ratio_accepts, accepts), proposal.count)
-    refused = mx.minimum(accepted, config.proposals - 1)  # index of the refused proposal, where there is one
-    final_noise = draws.target_at(accepted)  # [B, V]
-    if draws.one_position:
-        drawn = choose(_at(warped, accepted)[:, None], sampling, final_noise[:, None])[:, 0]
-    else:
-        drawn = _at(choice, accepted)
-    residual = accept.residual_choice(*both.at(refused), final_noise)
-    from_residual = by_ratio[:, 0] & (accepted < proposal.count)
-    return accepted, mx.where(from_residual, residual, drawn)
+    place = accepted[:, None]  # [B, 1]
+    final_noise = draws.target_at(place)  # [B, 1, V]
+    refused = accept.residual_scores(*both.at(mx.minimum(place, K - 1)), final_noise)
+    stood = scaled(judged[indices(judged.shape[0])[:, None], place], sampling, mode=config.mode) + final_noise
+    # the scores of a row are those of one case: a choice that is fused costs less than a second argmax
+    scores = mx.where(accepted[:, None, None] < proposal.count[:, None, None], refused, stood)
+    return accepted, ids_of_best(scores)  # [B, 1, V] -> [B, 1]
 
 
 def _last_token(state: DecodeState) -> mx.array:
     """int32 [B, 1]: the last committed id; id 0's slot for a row that was never filled."""
     return mx.take_along_axis(state.tokens, mx.maximum(state.length - 1, 0)[:, None], axis=1)
-
-
-def _at(values: mx.array, index: mx.array) -> mx.array:
-    """One position a row: [B, N, ...] and int32 [B] to [B, ...]."""
-    return values[indices(values.shape[0]), index]

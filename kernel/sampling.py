@@ -11,7 +11,7 @@ from posttrainllm.kernel.config import Mode
 from posttrainllm.kernel.constants import indices, one_row_as_scalar
 from posttrainllm.kernel.state import Sampling
 
-__all__ = ["choose", "warp"]
+__all__ = ["choose", "filtered", "ids_of_best", "scaled", "warp"]
 
 
 def warp(logits: mx.array, sampling: Sampling, *, mode: Mode) -> mx.array:
@@ -26,15 +26,40 @@ def warp(logits: mx.array, sampling: Sampling, *, mode: Mode) -> mx.array:
         float32 [B, N, V]: scaled logits, -inf where filtered out. A row at temperature 0 is neither scaled nor
         filtered: its argmax is the same either way.
     """
+    return scaled(filtered(logits, sampling, mode=mode), sampling, mode=mode)
+
+
+def filtered(logits: mx.array, sampling: Sampling, *, mode: Mode) -> mx.array:
+    """The half of `warp` that is dear and done once: all of it in mode "filtered", nothing in the others.
+
+    Args:
+        logits: [B, N, V], any float dtype.
+        sampling: one value a row.
+        mode: see `StepConfig`.
+
+    Returns:
+        float32 [B, N, V].
+    """
     logits = logits.astype(mx.float32)
-    if mode == "greedy":
+    if mode != "filtered":
         return logits
-    sampled = _sampled(sampling)
-    scaled = logits / mx.where(sampled, one_row_as_scalar(sampling.temperature[:, None, None]), 1.0)
-    if mode == "sampled":
-        return scaled
-    threshold = mx.where(sampled, _threshold(scaled, sampling), -mx.inf)
-    return mx.where(scaled >= threshold, scaled, -mx.inf)
+    logits = _at_temperature(logits, sampling)
+    threshold = mx.where(_sampled(sampling), _threshold(logits, sampling), -mx.inf)
+    return mx.where(logits >= threshold, logits, -mx.inf)
+
+
+def scaled(logits: mx.array, sampling: Sampling, *, mode: Mode) -> mx.array:
+    """The other half, which is cheaper done again, fused with what follows, than kept.
+
+    Args:
+        logits: float32 [B, N, V], as `filtered` returns them.
+        sampling: one value a row.
+        mode: see `StepConfig`.
+
+    Returns:
+        float32 [B, N, V].
+    """
+    return _at_temperature(logits, sampling) if mode == "sampled" else logits
 
 
 def choose(warped: mx.array, sampling: Sampling, noise: mx.array | None) -> mx.array:
@@ -51,7 +76,23 @@ def choose(warped: mx.array, sampling: Sampling, noise: mx.array | None) -> mx.a
     if noise is not None:
         # where, never 0 * noise: the greedy bits must not depend on the noise at all
         warped = mx.where(_sampled(sampling), warped + noise, warped)
-    return mx.argmax(warped, axis=-1).astype(mx.int32)
+    return ids_of_best(warped)
+
+
+def ids_of_best(scores: mx.array) -> mx.array:
+    """The id of the highest score, the lowest of equal ones.
+
+    Args:
+        scores: float32 [B, N, V].
+
+    Returns:
+        int32 [B, N].
+    """
+    return mx.view(mx.argmax(scores, axis=-1), mx.int32)  # the same bits, where a cast would be an operation
+
+
+def _at_temperature(logits: mx.array, sampling: Sampling) -> mx.array:
+    return logits / mx.where(_sampled(sampling), one_row_as_scalar(sampling.temperature[:, None, None]), 1.0)
 
 
 def _sampled(sampling: Sampling) -> mx.array:

@@ -12,7 +12,7 @@ from posttrainllm.kernel import explain, pure_step
 from posttrainllm.kernel.arithmetic import LOG2_E, exp2, log, minus_log1p_minus
 from posttrainllm.kernel.config import StepConfig
 from posttrainllm.kernel.draft import Draft
-from posttrainllm.kernel.laws import laws
+from posttrainllm.kernel.laws import joined, laws
 
 ON_A_GPU = pytest.mark.skipif(
     mx.default_device() == mx.gpu, reason="a GPU takes its own functions, and its compiler fuses products and sums"
@@ -68,12 +68,22 @@ def reference(logits: np.ndarray) -> np.ndarray:
 
 
 def laws_of(target, draft, *, arithmetic):
-    return laws(target, mx.split(draft, draft.shape[1], axis=1), arithmetic=arithmetic)
+    both = joined(target, mx.split(draft, draft.shape[1], axis=1), arithmetic=arithmetic)
+    return laws(both, arithmetic=arithmetic)
 
 
 def at(both, index: int, rows: int):
     """p and q of one position of every row."""
-    return [np.array(probs) for probs in both.at(mx.array([index] * rows, dtype=mx.int32))]
+    return [np.array(probs)[:, 0] for probs in both.at(mx.full((rows, 1), index, dtype=mx.int32))]
+
+
+@pytest.mark.parametrize("count", [1, 4, 9])
+def test_logits_are_joined_to_the_same_array_by_choice_and_by_copy(count):
+    target = mx.random.normal((2, count, 33), key=mx.random.key(0))
+    drafts = [mx.full((2, 1, 33), float(index)) for index in range(count)]
+    copied = joined(target, drafts, arithmetic=True)
+    assert mx.array_equal(copied, mx.concatenate([target, *drafts], axis=1))
+    assert mx.array_equal(mx.compile(lambda *each: joined(*each, arithmetic=False))(target, drafts), copied)
 
 
 @pytest.mark.parametrize("arithmetic", [True, False])
@@ -107,12 +117,12 @@ def test_one_id_has_the_probability_that_the_whole_position_gives_it(arithmetic)
 def test_a_position_has_the_same_bits_among_others_compiled_or_not(arithmetic):
     """`explain` computes operation by operation what a step compiled, and a server's rows are many."""
     target, draft = mx.array(np.random.default_rng(2).normal(0, 3, (2, 3, 5, 1000)).astype(np.float32))
-    index = mx.array([2, 2, 2], dtype=mx.int32)
+    index = mx.array([[2]] * 3, dtype=mx.int32)
     whole = mx.compile(lambda x, y: laws_of(x[:, :-1], y[:, :-1], arithmetic=arithmetic).at(index))(target, draft)
     for row in range(3):
         alone = laws_of(target[row : row + 1, 2:3], draft[row : row + 1, 2:3], arithmetic=arithmetic)
         for among, found in zip(whole, at(alone, 0, 1), strict=True):
-            assert np.array_equal(np.array(among)[row], found[0])
+            assert np.array_equal(np.array(among)[row, 0], found[0])
 
 
 @pytest.mark.parametrize("arithmetic", [True, False])
@@ -129,9 +139,9 @@ def test_an_explanation_takes_the_exponentials_of_the_step(monkeypatch, arithmet
     """Its p and q would differ in the last bits from those that decided."""
     seen = []
 
-    def watched(*logits, arithmetic):
+    def watched(logits, *, arithmetic):
         seen.append(arithmetic)
-        return laws(*logits, arithmetic=arithmetic)
+        return laws(logits, arithmetic=arithmetic)
 
     for module in (pure_step, explain):
         monkeypatch.setattr(module, "laws", watched)

@@ -109,19 +109,19 @@ LAWS = {
         "uniforms * draft_probs < 0.5 * target_probs",
     ),
     "draws from p after a refusal": (
-        accept.residual_choice,
+        accept.residual_scores,
         "target_probs - draft_probs",
         "target_probs",
     ),
     "drafts greedily": (
         draft.propose,
-        "drawn = choose(warped[-1], sampling, None if drawing_noise is None else drawing_noise[:, index : index + 1])",
-        "drawn = mx.argmax(warped[-1], axis=-1).astype(mx.int32)",
+        "drawn = choose(scaled(drawn_from[-1], sampling, mode=config.mode), sampling, own_noise)",
+        "drawn = choose(drawn_from[-1], sampling, None)",
     ),
     "judges by the draft's law one place on": (
         pure_step._judge_by_ratio,
-        "laws(warped[:, :-1], proposal.warped,",
-        "laws(warped[:, :-1], (*proposal.warped[-1:], *proposal.warped[:-1]),",
+        "joined(judged[:, :-1], proposal.logits,",
+        "joined(judged[:, :-1], (*proposal.logits[-1:], *proposal.logits[:-1]),",
     ),
 }
 
@@ -141,9 +141,9 @@ def test_a_fault_of_the_coupled_rule_alone_is_broken_by_its_comparison(monkeypat
     plant(monkeypatch, pure_step.speculative_step, 'or config.rules == "coupled"', "")
     plant(
         monkeypatch,
-        pure_step._judge_by_ratio,
-        "(~sampling.coupled & (sampling.temperature > 0))[:, None]",
-        "(sampling.temperature > 0)[:, None]",
+        pure_step._by_ratio,
+        "sampled & ~sampling.coupled[:, None]",
+        "sampled",
     )
     path = gated(tiny_pair(draft="noisy"))
     assert path.findings.reference_differences == ()
@@ -241,8 +241,8 @@ def test_a_broken_tie_break_is_broken(monkeypatch):
     plant(
         monkeypatch,
         pure_step.speculative_step,
-        "choice = choose(warped, sampling, shared_noise)  # [B, K + 1]",
-        "choice = (config.vocab_size - 1 - mx.argmax(warped[..., ::-1], axis=-1)).astype(mx.int32)",
+        "choice = choose(judged, sampling, None)  # [B, K + 1]",
+        "choice = (config.vocab_size - 1 - mx.argmax(judged[..., ::-1], axis=-1)).astype(mx.int32)",
     )
     path = gated(tied_pair())
     assert path.verdict == "broken"
@@ -338,8 +338,8 @@ def test_a_step_that_stops_emitting_is_broken_and_does_not_hang(monkeypatch):
     plant(
         monkeypatch,
         pure_step.speculative_step,
-        "tokens = mx.where(column < accepted[:, None], padded, replacement[:, None])",
-        "tokens = mx.where(column < accepted[:, None], padded, replacement[:, None])\n"
+        "accepts = accept.coupled_accepts(proposed, choice)",
+        "accepts = accept.coupled_accepts(proposed, choice)\n"
         "    state = __import__('attrs').evolve(state, limit=mx.where(state.length > 12, 0, state.limit))",
     )
     path = gated(tiny_pair(draft="noisy"))

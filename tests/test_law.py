@@ -138,7 +138,7 @@ def accepts_too_much(target_probs, draft_probs, uniforms):
 
 
 def draws_from_the_target_after_a_refusal(target_probs, draft_probs, gumbel):
-    return mx.argmax(mx.log(target_probs) + gumbel, axis=-1).astype(mx.int32)
+    return mx.log(target_probs) + gumbel
 
 
 def drafts_greedily(warped, sampling, gumbel):
@@ -150,7 +150,7 @@ def drafts_greedily(warped, sampling, gumbel):
     [
         (accept, "leviathan_accepts", accepts_too_much, ROUNDS),
         # a quarter of the draws is enough for these
-        (accept, "residual_choice", draws_from_the_target_after_a_refusal, ROUNDS // 4),
+        (accept, "residual_scores", draws_from_the_target_after_a_refusal, ROUNDS // 4),
         (draft, "choose", drafts_greedily, ROUNDS // 4),
         (noise, "DRAFT", noise.TARGET, ROUNDS // 4),
     ],

@@ -81,6 +81,15 @@ def test_gumbel_noise_has_the_law_of_gumbel(arithmetic):
     assert abs(values.var() - math.pi**2 / 6) < 0.05
 
 
+@pytest.mark.parametrize("width", [64, 65])
+def test_gumbel_noise_is_made_of_what_mlx_draws_for_an_even_width(width):
+    """The generator's own words: what is left out of `mx.random.uniform` changes no value."""
+    key = noise.root_key(3)
+    uniform = mx.random.uniform(shape=(width + width % 2,), key=key)[:width]
+    expected = noise.gumbel_from_uniform(uniform, arithmetic=False)
+    assert mx.array_equal(noise.gumbel(key[None, None], width, arithmetic=False)[0, 0], expected)
+
+
 @pytest.mark.parametrize("arithmetic", [True, False])
 def test_gumbel_noise_is_finite_at_the_ends_of_the_uniform(arithmetic):
     ends = noise.gumbel_from_uniform(mx.array([0.0, 2**-32, 0.5, 1 - 2**-24], dtype=mx.float32), arithmetic=arithmetic)
@@ -136,5 +145,5 @@ def test_a_step_draws_with_the_noise_of_its_positions_whatever_rules_it_knows(ru
         if not coupled[row]:
             assert mx.array_equal(draws.uniforms[row], noise.uniform(alone[noise.ACCEPT])[0, :3])
         for index in range(4):
-            there = draws.target_at(mx.array([index, index], dtype=mx.int32))
-            assert mx.array_equal(there[row], gumbel[noise.TARGET][index])
+            there = draws.target_at(mx.array([[index], [index]], dtype=mx.int32))
+            assert mx.array_equal(there[row, 0], gumbel[noise.TARGET][index])

@@ -10,6 +10,7 @@ from pathlib import Path
 import attrs
 
 from posttrainllm.adapters.loading.blas import compiler, load_blas
+from posttrainllm.adapters.loading.kernel_header import precompile
 from posttrainllm.kernel.errors import BackendError
 
 __all__ = ["LOGGER", "Runtime", "compile_obstacle", "start"]
@@ -82,6 +83,8 @@ def _start() -> Runtime:
     on_gpu = mx.default_device().type == mx.DeviceType.gpu
     problems = []
     obstacle = None if on_gpu or sys.platform == "darwin" else compile_obstacle()
+    if obstacle is None and not on_gpu and sys.platform == "linux":
+        precompile(_kernels(), Path(mx.__file__).parent / "include")
     if obstacle is not None:
         mx.disable_compile()  # mlx-lm's own modules compile small functions too
         problems.append(f"{obstacle}, the CPU backend runs uncompiled and slower")
@@ -106,14 +109,18 @@ def compile_obstacle() -> str | None:
     """
     if compiler() is None:
         return "no C++ compiler (g++)"
-    folder = Path(os.environ.get("TMPDIR") or "/tmp")
-    kept = folder / "mlx" / _version("mlx") / "cpu"
+    kept = _kernels()
     try:
-        if folder.is_dir():  # MLX itself falls back to /tmp where there is none
+        if kept.parents[2].is_dir():  # MLX itself falls back to /tmp where there is none
             kept.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         return f"{kept} cannot be made ({error.strerror})"
     return None if not kept.is_dir() or os.access(kept, os.W_OK) else f"{kept} cannot be written to"
+
+
+def _kernels() -> Path:
+    """Where MLX keeps the kernels that it builds for the CPU."""
+    return Path(os.environ.get("TMPDIR") or "/tmp") / "mlx" / _version("mlx") / "cpu"
 
 
 def _cuda_wheel() -> bool:

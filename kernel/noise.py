@@ -100,7 +100,8 @@ def step_noise(config: StepConfig, root: mx.array, length: mx.array, coupled: mx
     kind = {"arithmetic": config.arithmetic}
     one_position = config.rules == "leviathan" and config.arithmetic
     if config.rules == "coupled":
-        keys = position_keys(root, length[:, None] + indices(K + 1), TARGET)
+        places = indices(K + 1)[:, None]
+        keys = _keys(root, length[:, None, None] + places, mx.array(TARGET, dtype=mx.uint32))
         target = gumbel(keys, config.vocab_size, **kind)
         draft, uniforms = target[:, :K], mx.zeros((root.shape[0], K))
     else:

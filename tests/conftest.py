@@ -18,6 +18,14 @@ if worker := os.environ.get("PYTEST_XDIST_WORKER"):
 RUNTIME = start()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport():
+    """What a fuzzed file makes somebody print may be no Unicode, which a worker process cannot send."""
+    report = yield
+    report.sections = [(name, text.encode(errors="backslashreplace").decode()) for name, text in report.sections]
+    return report
+
+
 def pytest_collection_finish() -> None:
     """Modules and tests stay to the end; looking at them costs each collection of garbage 0.1 s and more."""
     gc.collect()

@@ -7,8 +7,8 @@ BACKEND ?= $(if $(filter Linux,$(shell uname -s)),cpu)
 EXTRAS = $(if $(BACKEND),$(BACKEND)$(COMMA))
 COMMA := ,
 BIN := $(VENV)/bin
-# worker processes, one a core
-PARALLEL ?= -n auto --maxprocesses 4 --dist worksteal
+# worker processes, one a core and four at most
+WORKERS ?= -n auto --maxprocesses 4 --dist worksteal
 TYPED := build/typed
 
 .PHONY: demo test test-all check format bench throughput clean
@@ -17,10 +17,10 @@ demo: $(VENV)/.installed-$(BACKEND) ## decode with the embedded pair and show th
 	$(BIN)/python -m posttrainllm.evals.demo
 
 test: $(VENV)/.developed-$(BACKEND) ## the fast tests
-	$(BIN)/python -m pytest $(PARALLEL)
+	$(BIN)/python -m pytest $(WORKERS)
 
 test-all: $(VENV)/.developed-$(BACKEND) ## the slower set: the whole exactness matrix, the accept rate, packaging
-	$(BIN)/python -m pytest $(PARALLEL) -m slow
+	$(BIN)/python -m pytest $(WORKERS) -m slow
 
 check: $(VENV)/.developed-$(BACKEND) ## ruff, and mypy strict on kernel/ and adapters/
 	$(BIN)/ruff check .

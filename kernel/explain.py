@@ -41,7 +41,8 @@ class Explanation:
     """int32 [B, N]: the target's own draw at each position; at temperature 0 the likeliest id after
     adjustments."""
     residual: mx.array
-    """int32 [B, K]: what would be drawn from max(p - q, 0) if the proposal were the first refused one."""
+    """int32 [B, K]: what would be drawn if the proposal were the first refused one: from max(p - q, 0), or from p where
+    q is not a number."""
     best: mx.array
     """int32 [B, N, 2]: ids of the two largest target logits, raw: the model's own, before bias and penalties. The
     choice may be another id where a request uses these."""

@@ -89,7 +89,7 @@ def laws(logits: mx.array, *, arithmetic: bool) -> Laws:
         arithmetic: False takes MLX's softmax; True `exp2`, whose probabilities below 2**-126 of the largest are 0.
 
     Returns:
-        The laws; not a number at a position that has no finite logit, or one that is NaN or infinite.
+        The laws; not a number at a position with a logit of NaN or +inf, or with none that is finite.
     """
     if not arithmetic:
         return Laws(weights=mx.softmax(logits, axis=-1), total=None)

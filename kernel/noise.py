@@ -120,19 +120,18 @@ def step_noise(config: StepConfig, root: mx.array, length: mx.array, coupled: mx
     return StepNoise(draft=draft, uniforms=uniforms, target_keys=keys, target=target, one_position=one_position, **kind)
 
 
-def position_keys(root: mx.array, position: mx.array, purpose: int | mx.array) -> mx.array:
+def position_keys(root: mx.array, position: mx.array, purpose: int) -> mx.array:
     """Keys for drawing at absolute positions.
 
     Args:
         root: uint32 [B, 2], one root key a row.
         position: int32 [B, N], absolute positions.
-        purpose: TARGET, DRAFT or ACCEPT, or uint32 [B or 1, N or 1] with one of them for each position.
+        purpose: TARGET, DRAFT or ACCEPT.
 
     Returns:
         uint32 [B, N, 2].
     """
-    purposes = purpose if isinstance(purpose, mx.array) else mx.array([[purpose]], dtype=mx.uint32)
-    return _keys(root, position[..., None], purposes[..., None])
+    return _keys(root, position[..., None], mx.array(purpose, dtype=mx.uint32))
 
 
 def gumbel(keys: mx.array, width: int, *, arithmetic: bool) -> mx.array:
@@ -184,7 +183,7 @@ def uniform(keys: mx.array) -> mx.array:
 
 
 def _keys(root: mx.array, position: mx.array, purpose: mx.array) -> mx.array:
-    """Keys uint32 [B, N, 2] at positions int32 [B, N, 1] for purposes uint32 [B or 1, N or 1, 1]."""
+    """Keys uint32 [B, N, 2] at positions int32 [B, N, 1] for purposes uint32 [B, N, 1], [N, 1] or []."""
     # a choice and no stack, which a GPU makes of two copies
     salt = mx.where(indices(2) == 0, position.astype(mx.uint32), purpose)  # [B, N, 2]
     mixed = mx.bitwise_xor(root[:, None], salt)
@@ -196,6 +195,6 @@ def _uniform(keys: mx.array, width: int) -> mx.array:
     batch, count, _ = keys.shape
     flat = keys.reshape(-1, 2)  # [B, N, 2] -> [B*N, 2]
     # mx.random.uniform in fewer words, so that the noise is one fused operation: the same values where V is even
-    bits = mx.vmap(lambda key: mx.random.split(key, (width + 1) // 2))(flat)  # [B*N, V / 2, 2]
+    bits = mx.vmap(lambda key: mx.random.split(key, (width + 1) // 2))(flat)  # [B*N, V / 2 rounded up, 2]
     bits = bits.reshape(batch, count, -1)[..., :width]
     return mx.minimum(bits.astype(mx.float32) * 2**-32, _BELOW_ONE)

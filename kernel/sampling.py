@@ -30,7 +30,7 @@ def warp(logits: mx.array, sampling: Sampling, *, mode: Mode) -> mx.array:
 
 
 def filtered(logits: mx.array, sampling: Sampling, *, mode: Mode) -> mx.array:
-    """The half of `warp` that is dear and done once: all of it in mode "filtered", nothing in the others.
+    """All of `warp` in mode "filtered", where a sort makes it dear, and nothing in the others.
 
     Args:
         logits: [B, N, V], any float dtype.
@@ -45,11 +45,12 @@ def filtered(logits: mx.array, sampling: Sampling, *, mode: Mode) -> mx.array:
         return logits
     logits = _at_temperature(logits, sampling)
     threshold = mx.where(_sampled(sampling), _threshold(logits, sampling), -mx.inf)
-    return mx.where(logits >= threshold, logits, -mx.inf)
+    # in this order a NaN stays, as it does in the other modes: a filter makes no law of what has none
+    return mx.where(logits < threshold, -mx.inf, logits)
 
 
 def scaled(logits: mx.array, sampling: Sampling, *, mode: Mode) -> mx.array:
-    """The other half, which is cheaper done again, fused with what follows, than kept.
+    """What `filtered` left to do: the temperature in mode "sampled", cheaper divided by again than kept.
 
     Args:
         logits: float32 [B, N, V], as `filtered` returns them.
@@ -66,7 +67,7 @@ def choose(warped: mx.array, sampling: Sampling, noise: mx.array | None) -> mx.a
     """Draw one id a position by the Gumbel-max trick; the argmax where the temperature is 0.
 
     Args:
-        warped: float32 [B, N, V].
+        warped: float32 [B, N, V]; without noise it need not be warped.
         sampling: one temperature a row.
         noise: float32 [B, N, V], finite; None where every row is greedy.
 
@@ -100,13 +101,13 @@ def _sampled(sampling: Sampling) -> mx.array:
     return one_row_as_scalar((sampling.temperature > 0)[:, None, None])
 
 
-def _threshold(scaled: mx.array, sampling: Sampling) -> mx.array:
+def _threshold(logits: mx.array, sampling: Sampling) -> mx.array:
     """The smallest scaled logit that every filter keeps: float32 [B, N, 1], -inf where all filters are off."""
-    vocab = scaled.shape[-1]
-    descending = -mx.sort(-scaled, axis=-1)  # [B, N, V]
+    vocab = logits.shape[-1]
+    descending = -mx.sort(-logits, axis=-1)  # [B, N, V]
     top_k = sampling.top_k[:, None, None]
     last = mx.where(top_k > 0, mx.minimum(top_k, vocab), vocab) - 1
-    last = mx.broadcast_to(last, (*scaled.shape[:-1], 1))  # [B, N, 1]
+    last = mx.broadcast_to(last, (*logits.shape[:-1], 1))  # [B, N, 1]
     kth = mx.take_along_axis(descending, last, axis=-1)
     kth = mx.where(top_k > 0, kth, -mx.inf)
 

@@ -1,6 +1,7 @@
 """Shared fixtures. The runtime starts first: the BLAS has to be loaded before any test module imports MLX."""
 
 import gc
+import hashlib
 import os
 import tempfile
 from pathlib import Path
@@ -11,7 +12,8 @@ from posttrainllm.adapters.runtime import Runtime, start
 
 if worker := os.environ.get("PYTEST_XDIST_WORKER"):
     # MLX keeps the kernels that it builds there, and one process may load what another has half written
-    apart = Path(tempfile.gettempdir()) / f"posttrainllm-tests-{os.getuid()}-{worker}"
+    checkout = hashlib.sha256(str(Path(__file__).resolve()).encode()).hexdigest()[:8]
+    apart = Path(tempfile.gettempdir()) / f"posttrainllm-tests-{os.getuid()}-{checkout}-{worker}"
     apart.mkdir(exist_ok=True)
     os.environ["TMPDIR"] = tempfile.tempdir = str(apart)
 

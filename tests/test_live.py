@@ -111,8 +111,8 @@ def test_a_bucket_holds_the_length_and_is_smaller_than_the_capacity(length, capa
 
 @pytest.mark.parametrize(("rules", "coupled"), [("leviathan", False), ("coupled", True)])
 @pytest.mark.parametrize("mode", ["sampled", "filtered"])
-@pytest.mark.parametrize("drawn", [1, 2, 3])
-def test_the_rule_that_is_left_out_changes_no_row_of_the_other(rules, coupled, mode, drawn):
+@pytest.mark.parametrize(("drawn", "arithmetic"), [(1, True), (2, False), (3, True), (3, False)])
+def test_the_rule_that_is_left_out_changes_no_row_of_the_other(rules, coupled, mode, drawn, arithmetic):
     """Rows at temperatures, one greedy, one that does not speculate; what is emitted and proposed is the same."""
     pair = tiny_pair(draft="noisy")
     draft = Draft(forward=pair.draft.forward, vocab_size=pair.draft.vocab_size, context=pair.draft.context)
@@ -120,7 +120,8 @@ def test_the_rule_that_is_left_out_changes_no_row_of_the_other(rules, coupled, m
     sampling = make_sampling(4, temperature=[1.0, 0.7, 0.0, 1.3], coupled=coupled, draft_k=[3, 3, 3, 0], top_k=top_k)
     seen = {}
     for chosen in ("both", rules):
-        config = StepConfig(width=4, vocab_size=pair.vocab_size, mode=mode, rules=chosen, draft_k=drawn)
+        shape = {"width": 4, "vocab_size": pair.vocab_size, "draft_k": drawn}
+        config = StepConfig(mode=mode, rules=chosen, arithmetic=arithmetic, **shape)
         step = compile_step(config, pair.target.forward, draft)
         kv = [model.make_kv(4, 64) for model in (pair.target, pair.draft)]
         state = make_state([[9, 8, 7], [1], [3, 4], [2, 2]], limit=60, capacity=64, target_kv=kv[0], draft_kv=kv[1])

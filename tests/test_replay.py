@@ -525,3 +525,20 @@ def test_runs_of_other_families_replay_with_the_same_bits(tmp_path, family, form
     assert_same_bits(refilled.state, ran.state)
     assert verify(refilled, trace, first=middle).divergence is None
     assert verify(Replayer(pair, trace, compiled=False), trace, first=middle).divergence is None
+
+
+def test_a_refusal_by_a_draft_without_a_law_is_said_to_be_one(tmp_path, pair):
+    def lawless(tokens, kv, position):
+        logits, kv = pair.draft.forward(tokens, kv, position)
+        return logits * float("nan"), kv
+
+    lost = attrs.evolve(pair, draft=attrs.evolve(pair.draft, forward=lawless))
+    trace = recorded(tmp_path, lost, count=8, temperature=0.8)
+    view, divergence = view_step(Replayer(lost, trace), trace, 0)
+    assert divergence is None
+    facts = step_facts(view, trace.header, lost.tokenizer)
+    first = facts["positions"][0]
+    assert first["decision"].startswith("refused: the draft has no law; ")
+    assert first["q"] is first["ratio"] is None
+    assert json.loads(json.dumps(facts, allow_nan=False))["emitted"] == facts["emitted"]
+    assert any("no law" in line for line in step_lines(facts, trace, lost.tokenizer))

@@ -206,23 +206,48 @@ def test_only_positions_that_are_used_have_to_be_finite(fed, finite):
     assert state.length.item() == (2 if finite else 1)
 
 
-@pytest.mark.parametrize(("bad", "accepted"), [(float("nan"), 2), (float("inf"), 2), (float("-inf"), 4)])
-def test_where_a_draft_has_no_law_its_proposal_is_refused_and_the_target_draws(bad, accepted):
+NOT_FINITE = [float("nan"), float("inf"), float("-inf")]
+
+
+@pytest.mark.parametrize("arithmetic", [True, False])
+@pytest.mark.parametrize("mode", ["sampled", "filtered"])
+@pytest.mark.parametrize(("bad", "accepted"), list(zip(NOT_FINITE, (2, 2, 4), strict=True)))
+def test_where_a_draft_has_no_law_its_proposal_is_refused_and_the_target_draws(bad, accepted, mode, arithmetic):
     """3 -> 5 -> 6 -> 7 -> 0, but behind 6 one of the draft's logits is none; -inf only says that id 1 has no chance."""
     chain = mx.zeros((VOCAB, VOCAB)).at[3, 5].add(99.0).at[5, 6].add(99.0).at[6, 7].add(99.0).at[7, 0].add(99.0)
     table = mx.where((mx.arange(VOCAB) == 6)[:, None] & (mx.arange(VOCAB) == 1)[None], bad, chain)
     draft = Draft(forward=table_forward(table), vocab_size=VOCAB, context=10**6)
-    step = compile_step(StepConfig(width=5, vocab_size=VOCAB, mode="sampled"), table_forward(chain), draft)
+    config = StepConfig(width=5, vocab_size=VOCAB, mode=mode, arithmetic=arithmetic)
+    step = compile_step(config, table_forward(chain), draft)
     _, output = step(make_state([[3]], limit=10, capacity=16), make_sampling(1, temperature=1.0))
     assert output.accepted.item() == accepted
     assert output.tokens.tolist()[0][:3] == [5, 6, 7]
 
 
+@pytest.mark.parametrize("bad", NOT_FINITE)
+def test_a_draft_that_is_not_finite_draws_for_a_row_the_same_beside_one_that_filters(bad):
+    """In each of 40 seeds: a filter that a neighbour asks for must not make a law of what has none."""
+    target, proposer = tables()
+    table = mx.where(mx.arange(VOCAB) == 1, bad, proposer)
+    draft = Draft(forward=table_forward(table), vocab_size=VOCAB, context=10**6)
+    runs = []
+    for mode, top_k in (("sampled", [0, 0]), ("filtered", [0, 3])):
+        step = compile_step(StepConfig(width=4, vocab_size=VOCAB, mode=mode), table_forward(target), draft)
+        runs.append([])
+        for seed in range(40):
+            state = make_state([[3], [1]], limit=10, capacity=16, seeds=[seed, seed + 100])
+            state, output = step(state, make_sampling(2, temperature=1.0, top_k=top_k))
+            runs[-1].append((output.tokens[0].tolist(), output.accepted[0].item()))
+    assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize("arithmetic", [True, False])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_draft_that_computes_nan_is_refused_and_decoding_goes_on(temperature):
+def test_a_draft_that_computes_nan_changes_no_text(temperature, arithmetic):
+    """At a temperature nothing of it stands; at T=0 an id that is the target's own does."""
     target, proposer = tables()
     draft = Draft(forward=table_forward(proposer * float("nan")), vocab_size=VOCAB, context=10**6)
-    config = StepConfig(width=4, vocab_size=VOCAB, mode="sampled")
+    config = StepConfig(width=4, vocab_size=VOCAB, mode="sampled", arithmetic=arithmetic)
     step = compile_step(config, table_forward(target), draft)
     plain = compile_step(config, table_forward(target))
     states = [make_state([[3], [1]], limit=10, capacity=16) for _ in range(2)]

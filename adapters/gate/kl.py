@@ -160,7 +160,7 @@ def _positions(warped: mx.array, draft_warped: mx.array, drawn: mx.array, shares
     probs = mx.softmax(warped, axis=-1)
     target_logprobs = warped - mx.logsumexp(warped, axis=-1, keepdims=True)
     draft_logprobs = draft_warped - mx.logsumexp(draft_warped, axis=-1, keepdims=True)
-    # what a draft proposes whose logits are not finite is refused: any order will do there
+    # a draft without a law decides nothing: any order will do there
     draft_logprobs = mx.where(mx.isnan(draft_logprobs), 0, draft_logprobs)
     keys = {"p / q": mx.where(probs > 0, target_logprobs - draft_logprobs, -mx.inf), "q": draft_logprobs}
     positions = {}

@@ -1,5 +1,6 @@
 """One step laid open, as numbers and words."""
 
+import math
 from typing import Any
 
 from posttrainllm.adapters.loading.tokenizer import Tokenizer
@@ -49,7 +50,7 @@ def _proposal(view: StepView, index: int, tokenizer: Tokenizer) -> dict[str, Any
         "proposal": number,
         "text": _text(tokenizer, number),
         "p": p,
-        "q": q,
+        "q": None if math.isnan(q) else q,  # JSON has no NaN
         "ratio": p / q if q > 0 else None,
         "uniform": explanation["uniforms"][index] if explanation["by_ratio"] else None,
     }
@@ -76,7 +77,10 @@ def _decision(view: StepView, index: int, header: Header, tokenizer: Tokenizer) 
     if index < stood:
         return "accepted: u < p/q" if by_ratio else "accepted: the target's own"
     if by_ratio:
-        return f"refused: u >= p/q; {token_text(tokenizer, explanation['residual'][index])} from max(p-q, 0)"
+        drawn = token_text(tokenizer, explanation["residual"][index])
+        if math.isnan(explanation["draft_probs"][index]):
+            return f"refused: the draft has no law; {drawn} from p"
+        return f"refused: u >= p/q; {drawn} from max(p-q, 0)"
     if index < proposed:
         return f"refused: the target's is {draw}"
     return f"the target's own: {draw}"
